@@ -199,9 +199,9 @@ class Lab:
         assert answer.get("run-id"), answer
         return RunDirectory(run)
 
-    def follow(self, run: RunDirectory) -> RunDirectory:
+    def follow(self, run: RunDirectory, seconds: float = LONG) -> RunDirectory:
         """Wait for the end of a run; raise if it failed."""
-        wait_until(lambda: run.status()[0] in ("finished", "failed"), f"{run.path} ends")
+        wait_until(lambda: run.status()[0] in ("finished", "failed"), f"{run.path} ends", seconds)
         if run.status()[0] != "finished":
             raise RunError(run.status()[1])
         return run
