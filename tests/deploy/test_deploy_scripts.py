@@ -69,7 +69,9 @@ def test_script_finds_the_installation_next_to_its_folder(lab: Path) -> None:
     installed.mkdir(parents=True)
     (installed / "flower-superlink").write_text("#!/bin/sh\necho started\n")
     (installed / "flower-superlink").chmod(0o755)
-    done = subprocess.run([lab / "superlink" / "start.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True)
+    done = subprocess.run(
+        [lab / "superlink" / "start.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True
+    )
     assert done.stdout == b"started\n"
 
 
