@@ -10,8 +10,8 @@ _HEAD = """\
 #!/bin/sh
 set -eu
 cd "$(dirname "$0")"
-# Where fedeas-flwr is installed, if not on the PATH: FEDEAS_BIN=/opt/fedeas/venv/bin
-PATH="${{FEDEAS_BIN:-/opt/fedeas/venv/bin}}:$PATH"
+# Where fedeas-flwr is installed, if neither in the folder venv next to this one nor on the PATH: FEDEAS_BIN=/some/bin
+PATH="${{FEDEAS_BIN:-$PWD/../venv/bin}}:$PATH"
 # Everything this machine stores is below this folder, unless these variables are set.
 export PATH FEDEAS_CACHE="${{FEDEAS_CACHE:-$PWD/cache}}" FLWR_HOME="${{FLWR_HOME:-$PWD/flwr}}"
 export {quiet}

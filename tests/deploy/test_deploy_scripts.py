@@ -64,6 +64,17 @@ def test_node_script_passes_a_signal_on(lab: Path, number: signal.Signals) -> No
     wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, "its child has ended")
 
 
+def test_script_finds_the_installation_next_to_its_folder(lab: Path) -> None:
+    installed = lab / "venv" / "bin"
+    installed.mkdir(parents=True)
+    (installed / "flower-superlink").write_text("#!/bin/sh\necho started\n")
+    (installed / "flower-superlink").chmod(0o755)
+    done = subprocess.run(
+        [lab / "superlink" / "start.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True
+    )
+    assert done.stdout == b"started\n"
+
+
 def test_resume_script_waits_for_the_superlink(lab: Path) -> None:
     folder, fakes = lab / "superlink", lab.parent / "bin"
     fakes.mkdir()
