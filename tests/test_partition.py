@@ -179,7 +179,7 @@ def test_cache_key_depends_on_every_argument(tmp_path: Path) -> None:
     assert len(list((tmp_path / "partitions").iterdir())) == 6
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "other", "repeated", "swapped", "pickle"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "other", "repeated", "swapped", "pickle", "another"])
 def test_damaged_cached_partition_is_computed_again(tmp_path: Path, damage: str) -> None:
     expected = make_partition("digits", "paper", 4, 0.5, 1, tmp_path)
     (file,) = (tmp_path / "partitions").iterdir()
@@ -190,6 +190,9 @@ def test_damaged_cached_partition_is_computed_again(tmp_path: Path, damage: str)
         size = sum(len(mine) for mine in expected.train + expected.test)
         twos, none = np.full(size, 2), np.zeros(0, dtype=np.int64)
         np.savez(file, train=twos, train_sizes=[size, 0, 0, 0], test=none, test_sizes=[0, 0, 0, 0])
+    elif damage == "another":
+        make_partition("digits", "paper", 4, 0.5, 2, tmp_path)
+        (file.parent / file.name.replace("-s1-", "-s2-")).replace(file)
     elif damage == "swapped":
         arrays = dict(np.load(file))
         arrays["train"][[0, -1]] = arrays["train"][[-1, 0]]

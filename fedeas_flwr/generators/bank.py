@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.randomness import stream
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.generators.interface import SampleId
 
@@ -87,14 +87,9 @@ class BankGenerator:
     def _pick(self, sample: SampleId, order: NDArray[np.int64]) -> NDArray[np.uint8]:
         if sample.index >= len(order):
             # Logged on the client only: the error is sent to the server, which must not learn label counts.
-            logger.error(
-                "bank %s has %s of class %r; client %d needs at least %d",
-                self.path,
-                counted(len(order), "image"),
-                self._classes[sample.label],
-                sample.client,
-                sample.index + 1,
-            )
+            found = f"{counted(len(order), 'image')} of class {self._classes[sample.label]!r}"
+            needed = f"client {sample.client} needs at least {sample.index + 1}"
+            logger.error(one_line(f"bank {self.path} has {found}; {needed}", MAX_LINE))
             raise ValueError(
                 f"generator: bank {self.path} has too few images of a class for client {sample.client}, whose own log "
                 "names the class"

@@ -365,6 +365,18 @@ def test_damaged_description_in_the_cache_is_rewritten(content: bytes, own_cache
     assert datasets.dataset_info(name) == before
 
 
+def test_another_datasets_folder_in_the_cache_is_rewritten(own_cache: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / "dark.npz", tmp_path / "light.npz"]
+    for path, value in zip(paths, (0, 255), strict=True):
+        np.savez(path, x=np.full((10, 2, 2, 1), value, np.uint8), y=np.repeat([0, 1], 5))
+        datasets.open_dataset(f"own:{path}")
+    dark, light = (own_cache / "data" / f"own-{own_dataset.fingerprint(path)}" for path in paths)
+    light.rename(tmp_path / "elsewhere")
+    dark.rename(light)
+    datasets._open_own_cached.cache_clear()
+    assert datasets.open_dataset(f"own:{paths[1]}").x_train.min() == 255
+
+
 def test_own_folder_is_cached_once_for_all_spellings_of_its_path(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

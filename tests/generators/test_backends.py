@@ -74,6 +74,14 @@ def test_bank_with_too_few_images_raises(tmp_path: Path, caplog: pytest.LogCaptu
     assert not re.search("dog|5 images|least 6", sent(caught.value))
 
 
+def test_bank_error_in_the_log_is_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, classes = save_bank(tmp_path / "a\nINFO all is well"), ("cat", "x" * 5000, "ship")
+    with pytest.raises(ValueError, match="too few images of a class"):
+        BankGenerator(folder, classes=classes, image_shape=SHAPE).sample([SampleId(0, 7, 1, 5)])
+    (line,) = caplog.messages
+    assert len(line.splitlines()) == 1 and len(line) == 600 and line.endswith("; client 7 needs at least 6")
+
+
 def sent(error: Exception) -> str:
     """What the server is told of a client's error, without the numbers of lines."""
     InlineGrid(client_app.app, 1, {})

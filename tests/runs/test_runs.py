@@ -93,6 +93,24 @@ def test_checkpoint_without_server_state_is_rejected(tmp_path: Path, metadata: d
         run.load_checkpoint()
 
 
+def test_checkpoint_without_permission_is_not_called_missing(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_checkpoint(checkpoint())
+    (run.path / "checkpoint.safetensors").chmod(0)
+    with ordinary_user(), pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: Permission denied"):
+        run.load_checkpoint()
+
+
+def test_damaged_earlier_checkpoint_does_not_replace_the_last(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_checkpoint(checkpoint())
+    run.save_checkpoint(checkpoint())
+    (run.path / "checkpoint-previous.safetensors").write_bytes(b"garbage")
+    with pytest.raises(RunError, match="has no earlier checkpoint that can be read: resume without --previous"):
+        run.return_to_previous_checkpoint()
+    assert run.load_checkpoint() is not None
+
+
 def test_damaged_model_is_rejected_by_name(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.save_model({"w": np.arange(3)})
@@ -271,7 +289,8 @@ def test_gaps_by_hand(failed: dict[int, list[int]], not_joined: dict[int, int], 
 )
 def test_export_omits_weights_and_paths(tmp_path: Path, generator: str, kept: str) -> None:
     """The kind of generator is kept, because it is part of the experiment."""
-    run = RunDirectory.start(config(tmp_path / "r", data_dir="/home/me/data", generator=generator), {"device": "cpu"})
+    paths = {"data_dir": "/home/me/data", "weights": "/home/me/start.safetensors"}
+    run = RunDirectory.start(config(tmp_path / "r", generator=generator, **paths), {"device": "cpu"})
     run.append_round(record(1, 0.5))
     run.save_model({"w": np.zeros(3)})
     run = RunDirectory.start(run.config().with_changes(resume=True), {"device": "cpu"})  # and was resumed
@@ -282,7 +301,7 @@ def test_export_omits_weights_and_paths(tmp_path: Path, generator: str, kept: st
     assert "/home/me" not in text
     assert str(tmp_path) not in text
     copy = RunDirectory(tmp_path / "out")
-    assert copy.config().generator == kept
+    assert (copy.config().generator, copy.config().weights) == (kept, "start.safetensors")
     assert copy.rounds() == run.rounds()
     assert copy.environment() == {"device": "cpu"}
 
@@ -303,14 +322,15 @@ REASONS = {
 
 
 def test_export_leaves_out_paths_hosts_and_addresses(tmp_path: Path) -> None:
-    run = RunDirectory.start(config(tmp_path / "r", ray_address="10.1.2.3:6379"), {"device": "cpu"})
+    own = {"dataset": "own:/home/me/pets", "generator": "bank:pets.npz", "ray_address": "10.1.2.3:6379"}
+    run = RunDirectory.start(config(tmp_path / "r", **own), {"device": "cpu"})
     failures = [{"client": client, "reason": reason} for client, reason in enumerate(REASONS)]
     run.append_round({**record(1, 0.5), "failures": failures})
     run.save_summary(summarise(run.rounds(), 0.5))
     for _ in range(2):  # the second time over its earlier record
         export(run, tmp_path / "out")
     copy = RunDirectory(tmp_path / "out")
-    assert copy.config().ray_address == ""
+    assert (copy.config().dataset, copy.config().ray_address) == ("own:pets", "")
     assert [failure["reason"] for failure in copy.rounds()[0]["failures"]] == list(REASONS.values())
     assert [failure["reason"] for failure in run.rounds()[0]["failures"]] == list(REASONS)
 
