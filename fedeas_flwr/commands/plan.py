@@ -18,7 +18,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
 from fedeas_flwr.launch.progress import show_tries
-from fedeas_flwr.policies import REFERENCES, settings_of
+from fedeas_flwr.policies import POLICIES, REFERENCES, MatchedPolicy, settings_of
 
 if TYPE_CHECKING:
     from fedeas_flwr.planning.beta_selection import Limits
@@ -177,9 +177,10 @@ def _given(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Given:
 def _plan_config(values: Mapping[str, Any], policy: str, timed: bool) -> RunConfig:
     """Return the config of a plan, checked as that of a run, except that a plan needs no generator.
 
-    Policy greedy is for plans only, so the config then has waterfill, whose settings are the same.
+    The reference policies are for plans only: the config then has a matched policy, whose settings are the same.
     """
-    changes = {"policy": "waterfill"} if policy in REFERENCES else {}
+    matched = next(name for name, each in POLICIES.items() if isinstance(each, MatchedPolicy))
+    changes = {"policy": matched} if policy in REFERENCES else {}
     return parse_config({**values, **changes, **({} if timed else {"generator": "not used"})})
 
 

@@ -94,7 +94,7 @@ class ClientManager:
                 break
             if late or any(final for final, _ in failed):
                 if len(self.nodes) < required:
-                    raise _cannot_start_error(self._config, nodes, failed + self._rejections())
+                    raise _cannot_start_error(self._config, len(self._online), failed, self._rejections())
                 log(WARNING, "Starting with %d of %d clients", len(self.nodes), clients)
                 break
             time.sleep(_POLL_SECONDS)
@@ -215,10 +215,10 @@ class ClientManager:
                 del self._rivals[node]
                 self._register(client, examples, node)
 
-    def _rejections(self) -> list[tuple[bool, str]]:
-        """Return the nodes that are online and do not take part, in the form of failed queries."""
+    def _rejections(self) -> list[str]:
+        """Return why nodes that are online do not take part."""
         rivals = {node: self._rival_reason(client) for node, (client, _) in self._rivals.items()}
-        return [(False, f"node {node} {why}") for node, why in (self._rejected | rivals).items()]
+        return [f"node {node} {why}" for node, why in (self._rejected | rivals).items()]
 
     def _rival_reason(self, client: int) -> str:
         both = f"both have the id of client {client}, give each node its own client-id or partition-id"
@@ -238,16 +238,21 @@ def count_clients(grid: Grid, config: RunConfig) -> int:
         if nodes:
             return len(nodes)
         if time.monotonic() >= deadline:
-            raise _cannot_start_error(config, nodes, [])
+            raise _cannot_start_error(config, 0, [], [])
         time.sleep(_POLL_SECONDS)
     return config.clients
 
 
-def _cannot_start_error(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[bool, str]]) -> RunError:
+def _cannot_start_error(
+    config: RunConfig, nodes: int, failed: Sequence[tuple[bool, str]], rejected: Sequence[str]
+) -> RunError:
     if failed:
         return RunError(next((why for final, why in failed if final), failed[0][1]))
     required = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
+    federation = f"{required}, but the federation has {counted(nodes, 'node')}"
+    if rejected:
+        return RunError(f"{federation}, and {rejected[0]}")
     return RunError(
-        f"{required}, but the federation has {counted(len(nodes), 'node')}: start more, in a simulation with "
-        f'--federation-config "num-supernodes={config.clients or 2}", or set clients = {len(nodes)}'
+        f"{federation}: start more, in a simulation with "
+        f'--federation-config "num-supernodes={config.clients or 2}", or set clients = {nodes}'
     )

@@ -80,7 +80,7 @@ def test_plan_of_a_config_is_what_its_clients_compute(
     dataset = Dataset(info.name, info.classes, info.mean, info.std, *pixels)
     monkeypatch.setattr(federated, "find_source", lambda *_: SimpleNamespace(origin=str(conf)))
     monkeypatch.setattr(federated, "open_dataset", lambda *_: dataset)
-    nodes = [Node(client, config.clients, "", {}, "", True) for client in range(config.clients)]
+    nodes = [Node(client, config.clients, "", {}, "", None, True) for client in range(config.clients)]
     views = [ClientView(local_data(config, node).label_counts(node.part), config.policy_settings) for node in nodes]
     policy, shares = POLICIES[config.policy], dict.fromkeys(range(config.clients), EMPTY_SHARE)
     if isinstance(policy, MatchedPolicy):
