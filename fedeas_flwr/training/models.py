@@ -5,7 +5,6 @@ Both built-in networks end in a linear layer named ``fc``, whose input is a flat
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.import_path import describe_error, import_object
 from fedeas_flwr.common.text import one_line
 
 ImageShape = tuple[int, int, int]
@@ -185,17 +185,13 @@ def _download_imagenet() -> dict[str, torch.Tensor]:
 
 
 def _build_custom(name: str, num_classes: int, image_shape: ImageShape) -> nn.Module:
-    module_name, _, attribute = name.partition(":")
-    try:
-        build = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"model: {name!r} cannot be imported ({_format_error(error)})") from error
+    build = import_object(name, "model")
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
     try:
         model = build(num_classes=num_classes, image_shape=image_shape)
     except Exception as error:
-        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {_format_error(error)}"
+        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {describe_error(error)}"
         raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
@@ -211,15 +207,11 @@ def _check_output(model: nn.Module, name: str, num_classes: int, image_shape: Im
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, channels, height, width))
     except Exception as error:
-        raise ValueError(f"model: {name!r} {expected} ({_format_error(error)})") from error
+        raise ValueError(f"model: {name!r} {expected} ({describe_error(error)})") from error
     found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if found != [2, num_classes]:
         raise ValueError(f"model: {name!r} {expected}; it returns {found}")
     model.train()
-
-
-def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
 
 
 # ------------------------------------------------------------------------------------------- state and pixels

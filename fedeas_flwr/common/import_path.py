@@ -1,0 +1,94 @@
+"""Objects of a user's own package, which a run-config names as ``package.module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.text import one_line
+
+_NAME = r"[^\W\d]\w*"
+_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def is_import_path(value: str) -> bool:
+    """Return whether a key's value has the form of an import path."""
+    return _PATH.fullmatch(value) is not None
+
+
+def short_name(value: str) -> str:
+    """Return the last part of an import path, to show it by; any other value is returned as it is."""
+    return re.split("[:.]", value)[-1] if is_import_path(value) else value
+
+
+def import_object(path: str, key: str) -> Any:
+    """Return the object at an import path; raise `ConfigError`, which names the ``key``, if it cannot be imported."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({describe_error(error)})") from error
+    return found
+
+
+def parse_arguments(text: str, key: str) -> dict[str, Any]:
+    """Return the arguments in a text such as ``quantile=0.5 mode='at most'``, with numbers, true, false and none."""
+    try:
+        words = [word.partition("=") for word in shlex.split(text)]
+    except ValueError as error:
+        raise ConfigError(f"{key} = {text!r}: {one_line(error)}") from None
+    for name, equals, _ in words:
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"{key} = {text!r}: must be NAME=VALUE, separated by spaces, such as 'quantile=0.5'")
+    if len({name for name, _, _ in words}) < len(words):
+        raise ConfigError(f"{key} = {text!r}: names an argument twice")
+    return {name: _value(value) for name, _, value in words}
+
+
+def accepted_arguments(function: Any) -> frozenset[str] | None:
+    """Return the names of the arguments that a function or class takes by keyword; None if it takes any name."""
+    parameters = signature(function).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword)
+
+
+def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a user's function or class with arguments by keyword; raise `ConfigError`, naming the ``key``, if it fails.
+
+    The line names an argument that the function does not have, with those that it has.
+    """
+    accepted = accepted_arguments(function)
+    for name in arguments:
+        if accepted is not None and name not in accepted:
+            allowed = ", ".join(sorted(accepted)) or "none"
+            raise ConfigError(f"{key}-args: {path!r} has no argument {name!r}; it has {allowed}")
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}: {path!r} raised {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error of a user's code in one line, beginning with its type."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def _value(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
