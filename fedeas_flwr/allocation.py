@@ -128,18 +128,21 @@ def none(counts: npt.ArrayLike) -> IntArray:
 
 
 def scale_down(generated: Sequence[int], limit: int) -> list[int]:
-    """Return one client's samples per class, scaled to a sum of ``limit`` if theirs is larger.
+    """Return one client's samples per class, scaled to a sum of ``limit`` if theirs is larger; see `scale_to`."""
+    return list(generated) if sum(generated) <= limit else scale_to(generated, limit)
 
-    Every class keeps its share, rounded down. The samples that this leaves go one each to the classes with the largest
-    remainders, ties to the lowest class.
+
+def scale_to(amounts: Sequence[int], total: int) -> list[int]:
+    """Return integers in proportion to ``amounts``, of which at least one must be above 0, with a sum of ``total``.
+
+    Every amount keeps its share, rounded down. What this leaves goes one each to the largest remainders, ties to the
+    first.
     """
-    total = sum(generated)
-    if total <= limit:
-        return list(generated)
-    scaled = [n * limit // total for n in generated]
-    by_remainder = sorted(range(len(scaled)), key=lambda c: -(generated[c] * limit % total))
-    for c in by_remainder[: limit - sum(scaled)]:
-        scaled[c] += 1
+    whole = sum(amounts)
+    scaled = [n * total // whole for n in amounts]
+    by_remainder = sorted(range(len(scaled)), key=lambda i: -(amounts[i] * total % whole))
+    for i in by_remainder[: total - sum(scaled)]:
+        scaled[i] += 1
     return scaled
 
 

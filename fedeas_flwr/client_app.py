@@ -30,7 +30,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
 from fedeas_flwr.generators.client_images import local_images
-from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
+from fedeas_flwr.policies import ClientView, MatchedPolicy, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
@@ -71,7 +71,7 @@ def query(message: Message, context: Context) -> Message:
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
         numbers = {"partitions": node.partitions, "examples": examples, "classes": classes}
         return messages.build_query_reply(message, client, **numbers)
-    policy = POLICIES[config.policy]
+    policy = config.find_policy()
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
         (values,) = policy.reply(view, question, at).tolist()
@@ -99,22 +99,23 @@ def train_client(message: Message, context: Context) -> Message:
     state = store.load(task.accepted_round)
     started = time.perf_counter()
 
-    # 2. Plan how many images to generate per class: in the client's first round, or again after its data changed.
-    #    The node's limit comes last, so that no other client's plan depends on it.
-    policy, settings = POLICIES[config.policy], replace(config.policy_settings, beta=task.beta)
-    view = ClientView(data.label_counts(node.part), settings, [task.share])
+    # 2. Plan how many images to generate per class: in the client's first round of each part of the plan, or after its
+    #    data changed. The node's limit comes last, so that no other client's plan depends on it.
+    policy, settings = config.find_policy(), replace(config.policy_settings, beta=task.beta)
+    view = ClientView(data.label_counts(node.part), settings, [task.share], policy.part(task.round))
     (counts,) = view.counts.tolist()
-    if state.generate is None or data_changed(config, node.client, state, counts):
+    if state.part < view.round or data_changed(config, node.client, state, counts):
         (plan,) = images_to_generate(policy, view).tolist()
         kept = scale_down(plan, node.limited(sum(plan)))
-        state = replace(state, generate=tuple(kept), not_made=sum(plan) - sum(kept), counts=tuple(counts))
+        planned = {"generate": tuple(kept), "not_made": sum(plan) - sum(kept), "counts": tuple(counts)}
+        state = replace(state, **planned, part=view.round)
         limited = f", {sum(kept):,} within this node's limit" if sum(kept) < sum(plan) else ""
         logger.info("client %d: %s images planned%s", node.client, f"{sum(plan):,}", limited)
     generate = state.generate or ()
     warn_if_limit_changed(node, sum(generate), state.not_made)
 
     # 3. Generate the planned images that the cache lacks, or repeat real ones (oversample).
-    copies = tuple(policy.plan(view)[0].tolist()) if policy.repeats else ()
+    copies = tuple(checked_plan(policy, view)[0].tolist()) if policy.repeats else ()
     local = local_images(config, data, node, generate, copies, task.service, state.generator, device)
     generated = time.perf_counter()
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import parse_bytes
-from fedeas_flwr.policies import POLICIES, PolicySettings, check_runnable
+from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, find_policy, settings_of
 
 StrategyName = Literal[
     "fedavg",
@@ -101,8 +101,11 @@ class RunConfig(BaseModel):
     seed: int = Field(1, ge=0, lt=2**31)
     """seed of everything else: initial weights, client sampling, batches, images"""
 
-    policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES]})
-    """allocation policy: how many images of each class a client generates or, with oversample, repeats"""
+    policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES, "package.module:name"]})
+    """allocation policy: how many images of each class a client generates or, with oversample, repeats; a policy of your
+    own has an import path"""
+    policy_args: str = ""
+    """arguments of a policy of your own, such as "quantile=0.5 most=20"""
     beta: float = Field(6.0, ge=0, le=1e6)
     """budget parameter β; 0 generates nothing"""
     gamma: float = Field(0.5, ge=0, le=2)
@@ -337,7 +340,9 @@ class RunConfig(BaseModel):
             raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")
         if self.resume and not self.run_dir:
             raise ValueError("resume = true needs run-dir: the folder of the run to resume")
-        if self.total and "total" not in POLICIES[self.policy].settings:
+        if self.policy_args and self.policy in POLICIES:
+            raise ValueError(f"policy-args = '{self.policy_args}': policy '{self.policy}' takes no arguments")
+        if self.total and "total" not in settings_of(self.policy, total_given=True):
             matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
         if self.min_batch > self.batch_size:
@@ -353,7 +358,14 @@ class RunConfig(BaseModel):
     @property
     def generates(self) -> bool:
         """Return whether any client can be asked to generate images under this config."""
-        return POLICIES[self.policy].generates(self.policy_settings)
+        try:
+            return self.find_policy().generates(self.policy_settings)
+        except ConfigError:  # a record of a policy whose package is not installed here
+            return True
+
+    def find_policy(self) -> Policy:
+        """Return the allocation policy; raise `ConfigError` if it is not a built-in one and cannot be imported."""
+        return find_policy(self.policy, self.policy_args)
 
     @property
     def policy_settings(self) -> PolicySettings:

@@ -73,7 +73,7 @@ _IMAGE_KEYS = (
 )
 _DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
 """Image keys that a bank and SD-Turbo ignore."""
-GENERATION_KEYS = ("policy", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
+GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
     "fedprox": ("fedprox-mu",),

@@ -10,8 +10,8 @@ A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estim
 Each row of a view is one client. On a node, a view has one row: the client's own. The plan of a whole federation makes
 the same calls with one row per client. A policy treats rows independently, so plan and run cannot disagree.
 
-To add a policy, write a class here, add it to `POLICIES` and add its label to report/style.py. This module needs NumPy
-only.
+To add a policy, write a class here and add it to `POLICIES`. A policy of a user's own package has an import path instead
+of a name; own_policies.py loads it. This module needs NumPy only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import MAX_COUNT, IntArray, checked_counts
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.waterfill import waterfill_count, waterfill_counter, waterfill_fill, waterfill_level
 
 
@@ -62,12 +64,15 @@ class ClientView:
     settings: PolicySettings
     shares: Sequence[Share] = ()
     """One share per row, for the plan of a matched policy."""
+    round: int = 1
+    """First round of the current part of the plan, one of `Policy.parts`."""
 
 
 Query = Callable[[str, float], Mapping[int, Sequence[int]]]
 """Sends a question and its argument, a β or a level, to all clients; returns each client's integers, by client id."""
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides how many images of each class a client adds to its own. Pure and deterministic."""
 
@@ -78,24 +83,36 @@ class Policy(Protocol):
     """Whether the plan counts copies of the client's own images; nothing is generated then."""
     is_baseline: bool = False
     """Whether clients train on their own images only; reports compare other policies with this one."""
+    parts: Sequence[int] = (1,)
+    """Rounds, in ascending order from 1, in which a part of the plan begins. A client plans in its first round of each
+    part; the plan has all images that it then uses, those of earlier parts included."""
 
     def plan(self, view: ClientView) -> IntArray:
         """Return the images of each class that each client adds, in the shape of the counts."""
         ...
 
-    # The methods below are defaults for a policy that generates nothing.
-
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the largest number of generated images that a client with ``samples`` real images may report."""
-        return 0
+        """Return the largest number of generated images that a client with ``samples`` real images may report.
+
+        By default, as many as make the counts of a client equal that has a single class.
+        """
+        return (classes - 1) * samples
 
     def generates(self, settings: PolicySettings) -> bool:
         """Return whether any client can be asked to generate images."""
-        return False
+        return True
 
     def budget(self, view: ClientView) -> IntArray | None:
         """Return each client's budget b_k, the count up to which it fills its classes; None if the policy has none."""
         return None
+
+    def settings_used(self, total_given: bool) -> frozenset[str]:
+        """Return the names of the settings that the plan depends on, given whether there is a ``total``."""
+        return self.settings
+
+    def part(self, round: int) -> int:
+        """Return the first round of the part of the plan that a round belongs to."""
+        return max(first for first in self.parts if first <= round)
 
 
 @runtime_checkable
@@ -125,6 +142,10 @@ class MatchedPolicy(Policy, Protocol):
         """Return whether there is a total to spend."""
         return settings.beta > 0 or bool(settings.total)
 
+    def settings_used(self, total_given: bool) -> frozenset[str]:
+        """Return the names of the settings that the plan depends on: only ``total`` if it is given."""
+        return frozenset({"total"}) if total_given else self.settings
+
 
 # ------------------------------------------------------------------------- policies that need a client's counts only
 
@@ -138,6 +159,14 @@ class NoImages(Policy):
     def plan(self, view: ClientView) -> IntArray:
         """Return zeros."""
         return allocation.none(view.counts)
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return 0."""
+        return 0
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return False."""
+        return False
 
 
 class FillToBudget(Policy):
@@ -181,6 +210,14 @@ class Oversample(Policy):
         settings = view.settings
         return allocation.oversample(view.counts, settings.beta, settings.gamma, settings.strict_mean)
 
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return 0: copies are not generated."""
+        return 0
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return False."""
+        return False
+
     def budget(self, view: ClientView) -> IntArray:
         """Return FedEAS's b_k."""
         return FEDEAS.budget(view)
@@ -194,14 +231,6 @@ class FullBalance(Policy):
     def plan(self, view: ClientView) -> IntArray:
         """Return the samples that make the counts equal."""
         return allocation.full_balance(view.counts)
-
-    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the total of a client that has a single class."""
-        return (classes - 1) * samples
-
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return True."""
-        return True
 
 
 # ------------------------------------------------------------------------------------------------- matched policies
@@ -229,7 +258,7 @@ class EvenSplit(MatchedPolicy):
         pairs = [
             (absent if self._absent_only else classes) if absent < classes else 0 for _, absent in replies.values()
         ]
-        parts = allocation.split_total(_total(replies, settings), pairs)
+        parts = allocation.split_total(matched_total(replies, settings), pairs)
         return {client: Share(*part) for client, part in zip(replies, parts, strict=True)}
 
 
@@ -271,15 +300,16 @@ class Waterfill(MatchedPolicy):
             counts = query("waterfill", level)
             return np.array([counts[client][0] if client in counts else 0 for client in replies], dtype=np.int64)
 
-        water = waterfill_level(_total(replies, settings), count_at)
+        water = waterfill_level(matched_total(replies, settings), count_at)
         return {c: Share(extra=int(extra), level=water.level) for c, extra in zip(replies, water.extra, strict=True)}
 
     def _max_count(self, samples: int, classes: int, level: float) -> int:
         return (classes - 1) * samples + int(max(0.0, -level))
 
 
-def _total(replies: Mapping[int, Sequence[int]], settings: PolicySettings) -> int:
-    return sum(total for total, _ in replies.values()) if settings.total is None else settings.total
+def matched_total(replies: Mapping[int, Sequence[int]], settings: PolicySettings) -> int:
+    """Return the total to spend: the given one, or the sum of the clients' FedEAS totals, the first number they send."""
+    return sum(total for total, *_ in replies.values()) if settings.total is None else settings.total
 
 
 @lru_cache(maxsize=1)
@@ -308,65 +338,107 @@ REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocati
 """Rules that need the counts of all clients and a total: for `fedeas plan` and the figures, not for runs."""
 
 
+ALLOWED = f"{', '.join(POLICIES)}, or package.module:name"
+"""Values of the key ``policy``, as errors name them."""
+
+
 def check_runnable(name: str) -> None:
-    """Raise ValueError, with the allowed values, for a policy that a federation cannot run."""
+    """Raise ValueError, with the allowed values, for a name of a policy that a federation cannot run."""
     if name in REFERENCES:
         raise ValueError(
             f"must be a policy that needs only a client's own label counts; {name} needs those of all clients, so "
             "only `fedeas plan` supports it. Use waterfill, which spends a total at least as well"
         )
-    if name not in POLICIES:
-        raise ValueError(f"must be one of {', '.join(POLICIES)}")
+    if name not in POLICIES and not is_import_path(name):
+        raise ValueError(f"must be one of {ALLOWED}")
 
 
-def settings_of(policy: str, total_given: bool) -> frozenset[str]:
+@lru_cache
+def find_policy(name: str, arguments: str = "") -> Policy:
+    """Return the policy of a name or an import path; ``arguments`` are those of the key ``policy-args``.
+
+    Raises
+    ------
+    ConfigError
+        If the import path does not lead to a policy, or the policy does not take the arguments.
+    """
+    from fedeas_flwr.own_policies import load_policy
+
+    check_runnable(name)
+    return POLICIES[name] if name in POLICIES else load_policy(name, arguments)
+
+
+def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:
     """Return the names of the settings that a policy uses; it ignores all others.
 
-    A matched policy uses β, γ and the rule only to compute FedEAS's total. The two ablations have a fixed γ.
+    A matched policy uses β, γ and the rule only to compute FedEAS's total. The two ablations have a fixed γ. A policy
+    given by its import path counts as using all, so that a record can be read where its package is not installed.
     """
-    if policy not in POLICIES and policy not in REFERENCES:
-        raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
-    names = MatchedPolicy.settings if policy in REFERENCES else POLICIES[policy].settings
-    return frozenset({"total"}) if total_given and "total" in names else names
+    if not isinstance(policy, str):
+        return policy.settings_used(total_given)
+    if policy in POLICIES:
+        return POLICIES[policy].settings_used(total_given)
+    if policy in REFERENCES:
+        return frozenset({"total"}) if total_given else MatchedPolicy.settings
+    if is_import_path(policy):
+        return MatchedPolicy.settings
+    raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
 
 
 def allocate(
     counts: npt.ArrayLike,
-    policy: str,
+    policy: str | Policy,
     *,
     beta: float | None = None,
     gamma: float = 0.5,
     strict_mean: bool = True,
     total: int | None = None,
+    round: int | None = None,
 ) -> IntArray:
     """Return the images to generate under a policy; a matched one spends ``total`` or, if None, FedEAS's total.
 
-    ``oversample`` gives zeros, since it repeats a client's own images. A matched policy distributes one total over all
-    clients, so it needs the counts of all of them; under the other policies, a client's row does not depend on others.
-    ``strict_mean`` is the inverse of the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used:
-    with a total, and with ``none`` and ``full-balance``.
+    ``policy`` is a name, an import path or a policy. ``oversample`` gives zeros, since it repeats a client's own
+    images. A matched policy distributes one total over all clients, so it needs the counts of all of them; under the
+    other policies, a client's row does not depend on others. ``strict_mean`` is the inverse of the run-config key
+    ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with ``none`` and ``full-balance``.
+    Under a policy that plans in parts, the plan is that of ``round``, by default that of the last part.
     """
-    counts, names = checked_counts(counts), settings_of(policy, total is not None)
+    counts = checked_counts(counts)
+    rule = find_policy(policy) if isinstance(policy, str) and policy not in REFERENCES else policy
+    names = settings_of(rule, total is not None)
+    shown = policy if isinstance(policy, str) else policy.name
     if total is not None and "total" not in names:
-        raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; remove the argument")
+        raise ValueError(f"total={total!r}: policy {shown!r} sets its own total; remove the argument")
     if "beta" not in names:
         beta = 0.0
     elif beta is None:
-        raise ValueError(f"beta=None: policy {policy!r} needs a number{', or a total' if 'total' in names else ''}")
+        raise ValueError(f"beta=None: policy {shown!r} needs a number{', or a total' if 'total' in names else ''}")
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
-    if policy in REFERENCES:
-        return REFERENCES[policy](counts, int(FEDEAS.plan(view).sum()) if total is None else total)
-    rule = POLICIES[policy]
-    return images_to_generate(rule, replace(view, shares=_shares(rule, view)))
+    if isinstance(rule, str):
+        return REFERENCES[rule](counts, int(FEDEAS.plan(view).sum()) if total is None else total)
+    first = max(rule.parts) if round is None else rule.part(round)
+    return images_to_generate(rule, replace(view, shares=split_over_rows(rule, view), round=first))
 
 
 def images_to_generate(policy: Policy, view: ClientView) -> IntArray:
     """Return the part of a plan that is generated: all of it, or nothing under a policy that repeats images."""
-    planned = policy.plan(view)
+    planned = checked_plan(policy, view)
     return np.zeros_like(planned) if policy.repeats else planned
 
 
-def _shares(policy: Policy, view: ClientView) -> list[Share]:
+def checked_plan(policy: Policy, view: ClientView) -> IntArray:
+    """Return a policy's plan; raise `ConfigError` if it is not one integer of at least 0 for each count."""
+    planned = policy.plan(view)
+    try:
+        checked = checked_counts(planned, "plan")
+    except ValueError as error:
+        raise ConfigError(f"policy: {policy.name!r}: {error}") from None
+    if checked.shape != view.counts.shape:
+        raise ConfigError(f"policy: {policy.name!r}: plan has shape {checked.shape}: must be {view.counts.shape}")
+    return checked
+
+
+def split_over_rows(policy: Policy, view: ClientView) -> list[Share]:
     """Split a matched total over all rows, as the server splits it over clients."""
     if not isinstance(policy, MatchedPolicy):
         return []

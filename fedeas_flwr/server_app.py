@@ -34,6 +34,7 @@ from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
+from fedeas_flwr.planning.run_plan import check_own_policy
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import event_log
@@ -61,6 +62,7 @@ def main(grid: Grid, context: Context) -> None:
             RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
         if config.resume and not config.clients:  # as many as before, however many nodes are online now
             config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
+        check_own_policy(config)
         device = configure_torch(config.device, config.precision)
         gpu = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
         run = RunDirectory.start(config, describe_environment(gpu))

@@ -45,7 +45,8 @@ def plan(
     clients: Annotated[int | None, typer.Option(help="number of clients K")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")
+        str | None,
+        typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …, or package.module:name"),
     ] = None,
     beta: Annotated[float | None, typer.Option(help="budget parameter β; the limits below choose it")] = None,
     gamma: Annotated[float | None, typer.Option(help="exponent of the mean class count")] = None,
@@ -137,6 +138,8 @@ def plan(
         strict_mean=strict_mean,
         total=config.total or None,
         clients=names,
+        policy_args=config.policy_args,
+        rounds=config.rounds,
     )
     made = stored_images(config, plan_module.generated(result))
     if config.shared_images != "no":

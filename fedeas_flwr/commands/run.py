@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedeas_flwr.commands.output import check_folder, console
+from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
@@ -115,7 +116,14 @@ def show_privacy(spent: dict[str, Any]) -> str:
 def run_name(config: RunConfig) -> str:
     """Return a folder name made of the dataset, clients, α, policy, strategy and seed."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
-    words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
+    words = [
+        f"k{config.clients}",
+        f"a{config.alpha:g}",
+        import_path.short_name(config.policy),
+        config.strategy,
+        *more,
+        f"s{config.seed}",
+    ]
     return "-".join([short_name(config.dataset), *words])
 
 

@@ -30,6 +30,7 @@ CHECKS = {
     "run folder": "machine.check_run_folder",
     "dataset": "inputs.check_dataset",
     "model": "inputs.check_model",
+    "policy": "inputs.check_policy",
     "strategy": "inputs.check_strategy",
     "clients": "inputs.check_clients",
     "last batches": "inputs.check_last_batches",

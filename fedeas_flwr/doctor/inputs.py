@@ -75,6 +75,17 @@ def check_strategy(config: RunConfig) -> Iterable[Finding]:
     return [ok("strategy", config.strategy)]
 
 
+def check_policy(config: RunConfig) -> Iterable[Finding]:
+    """Check that a policy given by its import path can be imported and makes plans."""
+    from fedeas_flwr.planning.run_plan import check_own_policy
+
+    try:
+        check_own_policy(config)
+    except ValueError as error:
+        return [problem("policy", error, "see docs/own-policy.md")]
+    return [ok("policy", config.policy)]
+
+
 def check_clients(config: RunConfig) -> Iterable[Finding]:
     """Check that the dataset can be partitioned; with over 1,000 clients, only that it has enough images."""
     if not config.clients:

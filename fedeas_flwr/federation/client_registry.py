@@ -17,7 +17,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_manager import ClientManager
 from fedeas_flwr.federation.declarations import DeclaredSampleCounts
 from fedeas_flwr.federation.delivery import deliver, has_died
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, Share
+from fedeas_flwr.policies import EMPTY_SHARE, MatchedPolicy, Share
 from fedeas_flwr.strategies.interface import NeedsDisclosure
 
 log = logging.getLogger("flwr").log
@@ -55,7 +55,7 @@ class ClientRegistry:
 
         This happens once per run: clients that are online when it is resumed do not change the shares.
         """
-        policy = POLICIES[self.config.policy]
+        policy = self.config.find_policy()
         if isinstance(policy, MatchedPolicy) and not self.shares:
             classes = len(dataset_info(self.config.dataset).classes)
             shares = policy.split_total(partial(self._query_all, policy), classes, self.config.policy_settings)

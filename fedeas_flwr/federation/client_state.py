@@ -37,6 +37,8 @@ class ClientState:
     """The label counts of the plan. Like the whole state, they never leave the client."""
     not_made: int = 0
     """Number of images of the policy's plan that ``generate`` lacks because of the node's limit."""
+    part: int = 0
+    """First round of the part of the plan that ``generate`` belongs to, one of `Policy.parts`; 0 before the plan."""
 
 
 @dataclass
@@ -83,7 +85,8 @@ class ClientStore:
         try:
             found, memory = read_checked(path, self._of_round(accepted_round))
             generate, counts = (None if row is None else tuple(row) for row in (found["generate"], found["counts"]))
-            return ClientState(generate, memory, found["generator"], counts, found.get("not_made", 0))
+            rest = found["generator"], counts, found.get("not_made", 0), found.get("part", 1)  # older files lack these
+            return ClientState(generate, memory, *rest)
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"client state of round {accepted_round}: {error}") from None
 
@@ -113,6 +116,7 @@ class ClientStore:
             "generator": state.generator,
             "counts": state.counts,
             "not_made": state.not_made,
+            "part": state.part,
         }
         write_checked(self._path(this_round), facts, dict(state.memory), self._of_round(this_round))
 

@@ -14,7 +14,7 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation.messages import TrainReport
-from fedeas_flwr.policies import POLICIES, MatchedPolicy, Share
+from fedeas_flwr.policies import MatchedPolicy, Share
 
 
 class DeclaredSampleCounts:
@@ -57,7 +57,7 @@ class DeclaredSampleCounts:
         return self._max_images(self._examples[client], share)
 
     def _max_images(self, samples: int, share: Share) -> int:
-        policy, settings = POLICIES[self._config.policy], self._config.policy_settings
+        policy, settings = self._config.find_policy(), self._config.policy_settings
         return policy.max_total(samples, self._classes, settings, share)
 
     def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
-from fedeas_flwr.planning.run_plan import empty_plan_message, planned_counts, planned_images
+from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import check_installed
 from fedeas_flwr.strategies.registry import build_strategy
@@ -52,6 +52,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         if config.resume:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     counts = planned_counts(config, config.clients, show_tries(console))
+    check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
     build_network(config)
     if config.generates:
@@ -76,6 +77,7 @@ def check_config(config: RunConfig) -> None:
         )
     if config.tensorboard:
         check_installed()
+    check_own_policy(config)
     build_strategy(config)  # raises if there are too few clients
     device = pick_device(config.device)
     check_engine(config, device)
@@ -105,6 +107,8 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
         planned_counts(config, config.clients, show_tries(console))
+    for config in _differing(configs, *_PARTITION_KEYS, *_PLAN_KEYS):
+        check_own_policy(config, planned_counts(config, config.clients))
     with_bank = [config for config in generating if config.generator.startswith("bank:")]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
@@ -123,7 +127,7 @@ _GENERATOR_KEYS = (
     "generation_precision",
 )
 _PARTITION_KEYS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
-_PLAN_KEYS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
+_PLAN_KEYS = ("policy", "policy_args", "beta", "gamma", "printed_rule", "total", "shared_images")
 
 
 def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:

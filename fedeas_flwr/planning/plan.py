@@ -11,7 +11,15 @@ import numpy.typing as npt
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import IntArray, checked_counts
 from fedeas_flwr.common.text import counted, one_line
-from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
+from fedeas_flwr.policies import (
+    REFERENCES,
+    ClientView,
+    PolicySettings,
+    allocate,
+    checked_plan,
+    find_policy,
+    settings_of,
+)
 
 MAX_CLASSES_SHOWN = 20
 MAX_HEAD_LENGTH = 16
@@ -30,20 +38,25 @@ def plan(
     strict_mean: bool = True,
     total: int | None = None,
     clients: Sequence[str] = (),
+    policy_args: str = "",
+    rounds: int | None = None,
 ) -> dict[str, Any]:
     """Return what every client would generate under a policy, and the imbalance before and after, ready for JSON.
 
     ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; ``clients`` are the clients'
-    names, if they have any; the other arguments are those of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and
+    names, if they have any; ``policy_args`` are the arguments of a policy given by its import path; ``rounds`` is the
+    length of the run, by default long enough for all parts of the plan; the other arguments are those of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and
     ``gamma`` are None if nothing depends on them (see `settings_of`), a client's ``budget`` if the policy has no
     budgets; ``imbalance.removed`` and ``synthetic_fraction`` are fractions. A policy that repeats images generates
     nothing; its clients also have ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
     """
-    counts, settings = checked_counts(counts), settings_of(policy, total is not None)
-    generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
-    rule, view = POLICIES.get(policy), ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
+    counts, rule = checked_counts(counts), None if policy in REFERENCES else find_policy(policy, policy_args)
+    settings = settings_of(rule or policy, total is not None)
+    keys: dict[str, Any] = {"beta": beta, "gamma": gamma, "strict_mean": strict_mean, "total": total}
+    generate = allocate(counts, rule or policy, **keys, round=rounds)
+    view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     repeats = rule is not None and rule.repeats
-    repeat = rule.plan(view) if rule and repeats else allocation.none(counts)
+    repeat = checked_plan(rule, view) if rule and repeats else allocation.none(counts)
     budgets = rule.budget(view) if rule else None
     samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
     real, made = int(counts.sum()), int(generate.sum())

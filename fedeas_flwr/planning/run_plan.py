@@ -11,8 +11,9 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import OWN
+from fedeas_flwr.own_policies import check_policy, probe_counts
 from fedeas_flwr.partition import make_partition, plan_labels
-from fedeas_flwr.policies import allocate, settings_of
+from fedeas_flwr.policies import POLICIES, allocate, settings_of
 
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
@@ -43,12 +44,23 @@ def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
     """Return the number of synthetic images that each client of a run uses, ``[clients, classes]``."""
     return allocate(
         counts,
-        config.policy,
+        config.find_policy(),
         beta=config.beta,
         gamma=config.gamma,
         strict_mean=not config.printed_rule,
         total=config.total or None,
+        round=config.rounds,
     )
+
+
+def check_own_policy(config: RunConfig, counts: Labels | None = None) -> None:
+    """Raise `ConfigError` if a policy given by its import path is not usable; see `check_policy`.
+
+    It is checked on the clients' label counts or, without them, on made-up ones.
+    """
+    if config.policy not in POLICIES:
+        counts = probe_counts(len(dataset_info(config.dataset).classes)) if counts is None else counts
+        check_policy(config.find_policy(), counts, config.policy_settings)
 
 
 def requested_images(config: RunConfig, wanted: Labels) -> Labels:

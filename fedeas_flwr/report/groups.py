@@ -17,7 +17,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, identity
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.policies import POLICIES
-from fedeas_flwr.report.style import LABELS, LineStyle, assign_styles
+from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
 from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
@@ -262,11 +262,12 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
 def _policy(config: RunConfig) -> str:
     if _is_baseline(config) and config.strategy != "fedavg":
         return "Nothing generated"
-    return LABELS.get(config.policy, config.policy)
+    return label_of(config.policy)
 
 
 def _is_baseline(config: RunConfig) -> bool:
-    return POLICIES[config.policy].is_baseline
+    policy = POLICIES.get(config.policy)
+    return policy is not None and policy.is_baseline
 
 
 def _show(value: Any) -> str:

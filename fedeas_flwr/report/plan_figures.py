@@ -19,7 +19,7 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.planning import curves
 from fedeas_flwr.planning.beta_selection import Choice, option, show
 from fedeas_flwr.planning.budget_path import BudgetPath
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, annotate, legend_above, tidy
+from fedeas_flwr.report.style import COLOURS, INK, annotate, label_of, legend_above, tidy
 
 PATH_POINTS = 240
 MAX_BARS_NAMED = 30
@@ -223,7 +223,7 @@ def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:
 
 
 def _name(policy: str) -> str:
-    return LABELS.get(policy, policy)
+    return label_of(policy)
 
 
 def _colour(policy: str) -> str:

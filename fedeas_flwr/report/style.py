@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
+from fedeas_flwr.common.import_path import short_name
 from fedeas_flwr.common.text import one_line
 
 matplotlib.use("Agg")
@@ -49,6 +50,11 @@ LABELS = {
     "waterfill": "Waterfill (ours)",
     "oversample": "Oversampling, nothing generated",
 }
+
+
+def label_of(policy: str) -> str:
+    """Return the name of a policy in reports and figures; that of an import path is its last part."""
+    return LABELS.get(policy, short_name(policy))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fedeas_flwr.report.document import make_document, results
 from fedeas_flwr.report.groups import Group, mean_window
 from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
-from fedeas_flwr.report.style import LABELS
+from fedeas_flwr.report.style import label_of
 
 _WIDE = 108
 """Width of the full table in characters."""
@@ -58,13 +58,13 @@ def print_comparison(groups: Sequence[Group], console: Console) -> None:
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
     """Draw the counts and the allocation of the first policy with budgets as heat maps next to the accuracy curves."""
-    planned = next(group for group in groups if isinstance(POLICIES[group.config.policy], FillToBudget)).config
+    planned = next(group for group in groups if isinstance(POLICIES.get(group.config.policy), FillToBudget)).config
     counts = planned_counts(planned, planned.clients)
     generated, classes = planned_allocation(planned, counts), dataset_info(planned.dataset).classes
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.45])
     draw_heat_map(left, counts, classes, f"Real samples ({counts.sum():,})", "Greys")
-    title = f"{LABELS[planned.policy]} generates ({generated.sum():,}, β = {planned.beta:g})"
+    title = f"{label_of(planned.policy)} generates ({generated.sum():,}, β = {planned.beta:g})"
     draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
     right.set_title(f"Accuracy: mean of the last {counted(mean_window(groups), 'round')}", fontsize=10)
