@@ -101,11 +101,11 @@ class RunConfig(BaseModel):
     seed: int = Field(1, ge=0, lt=2**31)
     """seed of everything else: initial weights, client sampling, batches, images"""
 
-    policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES, "package.module:name"]})
-    """allocation policy: how many images of each class a client generates or, with oversample, repeats; a policy of your
-    own has an import path"""
+    policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES]})
+    """allocation policy: how many images of each class a client generates or, with oversample, repeats; for a policy of
+    your own, its import path"""
     policy_args: str = ""
-    """arguments of a policy of your own, such as "quantile=0.5 most=20"""
+    """arguments of a policy of your own, such as quantile=0.5; separated by spaces"""
     beta: float = Field(6.0, ge=0, le=1e6)
     """budget parameter β; 0 generates nothing"""
     gamma: float = Field(0.5, ge=0, le=2)
@@ -340,8 +340,6 @@ class RunConfig(BaseModel):
             raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")
         if self.resume and not self.run_dir:
             raise ValueError("resume = true needs run-dir: the folder of the run to resume")
-        if self.policy_args and self.policy in POLICIES:
-            raise ValueError(f"policy-args = '{self.policy_args}': policy '{self.policy}' takes no arguments")
         if self.total and "total" not in settings_of(self.policy, total_given=True):
             matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, RunConfig
-from fedeas_flwr.policies import settings_of
+from fedeas_flwr.policies import POLICIES, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
 _UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}
@@ -111,6 +111,8 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     unused = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
     unused.update(key for keys in STRATEGY_KEYS.values() for key in keys)
     unused.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
+    if config.policy in POLICIES:
+        unused.add("policy-args")
     if not config.generates:
         unused.update(_IMAGE_KEYS)
     if config.guidance == 1:

@@ -2,8 +2,8 @@
 
 The name may be that of
 
-    a function      of one client's label counts, an array of C integers: it returns the number of images of each class to
-                    generate. With a parameter ``beta`` or ``gamma`` it gets the run's β or γ
+    a function      of one client's label counts, an array of C integers: it returns the number of images to generate
+                    of each class. With a parameter ``beta`` or ``gamma`` it gets the run's β or γ
     ``@matched``    before such a function: its plans are scaled so that all clients together spend FedEAS's total
     a `Policy`      an object, or a class, which is called with the arguments
 
@@ -94,9 +94,7 @@ class ScaledPolicy(MatchedPolicy):
     def reply(self, view: ClientView, question: str, argument: float) -> IntArray:
         """Return each client's integers, [K, 2]: its FedEAS total at a β, and the sum of its unscaled plan."""
         view = replace(view, settings=replace(view.settings, beta=argument))
-        return np.stack(
-            [policy.sum(axis=1) for policy in (FEDEAS.plan(view), checked_plan(self.unscaled, view))], axis=1
-        )
+        return np.stack([checked_plan(policy, view).sum(axis=1) for policy in (FEDEAS, self.unscaled)], axis=1)
 
     def max_reply(
         self, samples: int, classes: int, settings: PolicySettings, question: str, argument: float

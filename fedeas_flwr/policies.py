@@ -10,8 +10,8 @@ A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estim
 Each row of a view is one client. On a node, a view has one row: the client's own. The plan of a whole federation makes
 the same calls with one row per client. A policy treats rows independently, so plan and run cannot disagree.
 
-To add a policy, write a class here and add it to `POLICIES`. A policy of a user's own package has an import path instead
-of a name; own_policies.py loads it. This module needs NumPy only.
+To add a policy, write a class here and add it to `POLICIES`. A policy of a user's own package has an import path in
+place of a name; own_policies.py loads it. This module needs NumPy only.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Waterfill(MatchedPolicy):
 
 
 def matched_total(replies: Mapping[int, Sequence[int]], settings: PolicySettings) -> int:
-    """Return the total to spend: the given one, or the sum of the clients' FedEAS totals, the first number they send."""
+    """Return the total to spend: the given one, or the sum of the FedEAS totals, which the replies begin with."""
     return sum(total for total, *_ in replies.values()) if settings.total is None else settings.total
 
 
@@ -338,8 +338,7 @@ REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocati
 """Rules that need the counts of all clients and a total: for `fedeas plan` and the figures, not for runs."""
 
 
-ALLOWED = f"{', '.join(POLICIES)}, or package.module:name"
-"""Values of the key ``policy``, as errors name them."""
+_ALLOWED = f"{', '.join(POLICIES)}, or package.module:name"
 
 
 def check_runnable(name: str) -> None:
@@ -350,7 +349,7 @@ def check_runnable(name: str) -> None:
             "only `fedeas plan` supports it. Use waterfill, which spends a total at least as well"
         )
     if name not in POLICIES and not is_import_path(name):
-        raise ValueError(f"must be one of {ALLOWED}")
+        raise ValueError(f"must be one of {_ALLOWED}")
 
 
 @lru_cache
@@ -364,8 +363,11 @@ def find_policy(name: str, arguments: str = "") -> Policy:
     """
     from fedeas_flwr.own_policies import load_policy
 
-    check_runnable(name)
-    return POLICIES[name] if name in POLICIES else load_policy(name, arguments)
+    if is_import_path(name):
+        return load_policy(name, arguments)
+    if name not in POLICIES:
+        raise ValueError(f"policy={name!r}: must be one of {_ALLOWED}")
+    return POLICIES[name]
 
 
 def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:
@@ -427,7 +429,13 @@ def images_to_generate(policy: Policy, view: ClientView) -> IntArray:
 
 
 def checked_plan(policy: Policy, view: ClientView) -> IntArray:
-    """Return a policy's plan; raise `ConfigError` if it is not one integer of at least 0 for each count."""
+    """Return a policy's plan, zeros for a client without images.
+
+    Raises
+    ------
+    ConfigError
+        If the plan is not one integer of at least 0 for each count.
+    """
     planned = policy.plan(view)
     try:
         checked = checked_counts(planned, "plan")
@@ -435,7 +443,7 @@ def checked_plan(policy: Policy, view: ClientView) -> IntArray:
         raise ConfigError(f"policy: {policy.name!r}: {error}") from None
     if checked.shape != view.counts.shape:
         raise ConfigError(f"policy: {policy.name!r}: plan has shape {checked.shape}: must be {view.counts.shape}")
-    return checked
+    return np.where(view.counts.any(axis=1, keepdims=True), checked, 0)
 
 
 def split_over_rows(policy: Policy, view: ClientView) -> list[Share]:

@@ -116,14 +116,8 @@ def show_privacy(spent: dict[str, Any]) -> str:
 def run_name(config: RunConfig) -> str:
     """Return a folder name made of the dataset, clients, α, policy, strategy and seed."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
-    words = [
-        f"k{config.clients}",
-        f"a{config.alpha:g}",
-        import_path.short_name(config.policy),
-        config.strategy,
-        *more,
-        f"s{config.seed}",
-    ]
+    methods = [import_path.short_name(name) for name in (config.policy, config.strategy)]
+    words = [f"k{config.clients}", f"a{config.alpha:g}", *methods, *more, f"s{config.seed}"]
     return "-".join([short_name(config.dataset), *words])
 
 

@@ -45,10 +45,11 @@ def plan(
 
     ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; ``clients`` are the clients'
     names, if they have any; ``policy_args`` are the arguments of a policy given by its import path; ``rounds`` is the
-    length of the run, by default long enough for all parts of the plan; the other arguments are those of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and
-    ``gamma`` are None if nothing depends on them (see `settings_of`), a client's ``budget`` if the policy has no
-    budgets; ``imbalance.removed`` and ``synthetic_fraction`` are fractions. A policy that repeats images generates
-    nothing; its clients also have ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
+    length of the run, None for one that reaches all parts of the plan; the other arguments are those of
+    `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
+    `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and ``synthetic_fraction``
+    are fractions. A policy that repeats images generates nothing; its clients also have ``repeat``, the number of
+    copies per class, and the plan has their sum, ``repeated``.
     """
     counts, rule = checked_counts(counts), None if policy in REFERENCES else find_policy(policy, policy_args)
     settings = settings_of(rule or policy, total is not None)
