@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import parse_bytes
-from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, find_policy, settings_of
+from fedeas_flwr.own_policies import find_policy
+from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
 
 StrategyName = Literal[
     "fedavg",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from inspect import isclass, isfunction, signature
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedeas_flwr.common.import_path import accepted_arguments, call_with, descri
 from fedeas_flwr.policies import (
     EMPTY_SHARE,
     FEDEAS,
+    POLICIES,
     ClientView,
     MatchedPolicy,
     Policy,
@@ -120,6 +122,18 @@ def matched(rule: Rule) -> ScaledPolicy:
 
 
 # ------------------------------------------------------------------------------------------------ by import path
+
+
+@lru_cache
+def find_policy(name: str, arguments: str = "") -> Policy:
+    """Return the policy of a name or an import path; ``arguments`` are those of the key ``policy-args``.
+
+    Raises
+    ------
+    ConfigError
+        If the import path does not lead to a policy, or the policy does not take the arguments.
+    """
+    return POLICIES[name] if name in POLICIES else load_policy(name, arguments)
 
 
 def load_policy(path: str, arguments: str = "") -> Policy:

@@ -352,24 +352,6 @@ def check_runnable(name: str) -> None:
         raise ValueError(f"must be one of {_ALLOWED}")
 
 
-@lru_cache
-def find_policy(name: str, arguments: str = "") -> Policy:
-    """Return the policy of a name or an import path; ``arguments`` are those of the key ``policy-args``.
-
-    Raises
-    ------
-    ConfigError
-        If the import path does not lead to a policy, or the policy does not take the arguments.
-    """
-    from fedeas_flwr.own_policies import load_policy
-
-    if is_import_path(name):
-        return load_policy(name, arguments)
-    if name not in POLICIES:
-        raise ValueError(f"policy={name!r}: must be one of {_ALLOWED}")
-    return POLICIES[name]
-
-
 def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:
     """Return the names of the settings that a policy uses; it ignores all others.
 
@@ -399,14 +381,16 @@ def allocate(
 ) -> IntArray:
     """Return the images to generate under a policy; a matched one spends ``total`` or, if None, FedEAS's total.
 
-    ``policy`` is a name, an import path or a policy. ``oversample`` gives zeros, since it repeats a client's own
-    images. A matched policy distributes one total over all clients, so it needs the counts of all of them; under the
-    other policies, a client's row does not depend on others. ``strict_mean`` is the inverse of the run-config key
-    ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with ``none`` and ``full-balance``.
-    Under a policy that plans in parts, the plan is that of ``round``, by default that of the last part.
+    ``policy`` is a name or a `Policy`, such as one of your own (own_policies.py). ``oversample`` gives zeros, since it
+    repeats a client's own images. A matched policy distributes one total over all clients, so it needs the counts of
+    all of them; under the other policies, a client's row does not depend on others. ``strict_mean`` is the inverse of
+    the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with ``none`` and
+    ``full-balance``. Under a policy that plans in parts, the plan is that of ``round``, by default of the last part.
     """
     counts = checked_counts(counts)
-    rule = find_policy(policy) if isinstance(policy, str) and policy not in REFERENCES else policy
+    if isinstance(policy, str) and policy not in REFERENCES and policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}, or a policy")
+    rule = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
     names = settings_of(rule, total is not None)
     shown = policy if isinstance(policy, str) else policy.name
     if total is not None and "total" not in names:

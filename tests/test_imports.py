@@ -17,6 +17,7 @@ LAYERS = [
     {"common", "allocation"},
     {"waterfill", "partition"},
     {"policies"},
+    {"own_policies"},
     {"config"},
     {"config_keys", "config_files", "data"},
     {"planning", "training", "runs"},
@@ -64,7 +65,7 @@ RAY = {"generators/ray_service"}
 """Packages and files that may import a heavy library."""
 
 LIGHT = [
-    *("allocation", "policies", "partition", "generators", "generators.interface", "generators.opening"),
+    *("allocation", "own_policies", "partition", "generators", "generators.interface", "generators.opening"),
     *("generators.cache", "generators.fill", "planning.plan", "planning.run_plan", "report.plan_figures"),
     *("report.writing", "commands.app"),
 ]

@@ -23,7 +23,7 @@ from fedeas_flwr.config_keys import identity
 from fedeas_flwr.doctor.inputs import check_policy as policy_findings
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.own_policies import check_policy, probe_counts
+from fedeas_flwr.own_policies import check_policy, find_policy, probe_counts
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.policies import (
     EMPTY_SHARE,
@@ -32,7 +32,6 @@ from fedeas_flwr.policies import (
     MatchedPolicy,
     PolicySettings,
     allocate,
-    find_policy,
     images_to_generate,
     split_over_rows,
 )
@@ -90,10 +89,10 @@ def test_clients_generate_what_the_plan_says(tmp_path: Path, digits_generator: P
 def test_arguments_reach_the_policy() -> None:
     counts = np.array([[3, 0, 9]])
     assert allocate(counts, find_policy("users_policies:up_to", "most=7")).tolist() == [[4, 7, 0]]
-    assert allocate(counts, "users_policies:by_beta", beta=3).tolist() == [[0, 3, 0]]
+    assert allocate(counts, find_policy("users_policies:by_beta"), beta=3).tolist() == [[0, 3, 0]]
     with pytest.raises(ValueError, match=r"total=5: policy 'users_policies:up_to' sets its own total"):
-        allocate(counts, "users_policies:up_to", total=5)
-    assert allocate(counts, "users_policies:same_budget", total=5).sum() == 5
+        allocate(counts, find_policy("users_policies:up_to"), total=5)
+    assert allocate(counts, find_policy("users_policies:same_budget"), total=5).sum() == 5
 
 
 def test_second_part_extends_the_first_and_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +120,24 @@ def test_second_part_extends_the_first_and_survives_a_resume(tmp_path: Path, mon
     assert weights(resumed) == weights(run)
 
 
+def test_sweep_and_report_show_it_next_to_the_others_at_the_same_total(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    keys = ["clients=2", "participation=1.0", "rounds=1", "backend=inline", "sampler-steps=2"]
+    grid = "--grid=policy=none,fedeas,rules:same_budget"
+    swept = run_in_process("sweep", "own-policy.toml", *keys, grid, f"--out={tmp_path}", cwd=EXAMPLE)
+    assert swept.returncode == 0, swept.stderr
+    found = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
+    images = {group["name"]: group["images"] for group in found["groups"]}
+    assert images["same_budget"] == images["FedEAS"] > 0
+
+
+def test_page_shows_the_examples_code() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "own-policy.md").read_text()
+    assert f"```python\n{(EXAMPLE / 'rules.py').read_text()}```" in page
+
+
 @pytest.mark.slow
 @pytest.mark.flower
 def test_example_generates_the_same_images_in_plan_ray_inline_and_deployment(
@@ -130,7 +147,7 @@ def test_example_generates_the_same_images_in_plan_ray_inline_and_deployment(
     monkeypatch.syspath_prepend(str(EXAMPLE))
     keys = {**KEYS, "policy": "rules:same_budget", "policy_args": "quantile=0.9"}
     words = [f"{key.replace('_', '-')}={value}" for key, value in keys.items()]
-    plan = json.loads(run_in_process("plan", *words, "--output", "json").stdout)
+    plan = json.loads(run_in_process("plan", *words, "--format", "json").stdout)
     fresh_images("inline")
     inline = finish(small(tmp_path / "inline", **keys))
     fresh_images("ray")

@@ -14,7 +14,7 @@ from fedeas_flwr.common.text import one_line
 
 _NAME = r"[^\W\d]\w*"
 _PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
-_WORDS = {"true": True, "false": False, "none": None}
+_WORDS = {"true": True, "false": False}
 
 
 def is_import_path(value: str) -> bool:
@@ -40,7 +40,7 @@ def import_object(path: str, key: str) -> Any:
 
 
 def parse_arguments(text: str, key: str) -> dict[str, Any]:
-    """Return the arguments in a text such as ``quantile=0.5 mode='at most'``, with numbers, true, false and none."""
+    """Return the arguments in a text such as ``quantile=0.5 mode='at most'``, with numbers, true and false."""
     try:
         words = [word.partition("=") for word in shlex.split(text)]
     except ValueError as error:

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import IntArray, checked_counts
 from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.policies import (
     REFERENCES,
     ClientView,
     PolicySettings,
     allocate,
     checked_plan,
-    find_policy,
     settings_of,
 )
 

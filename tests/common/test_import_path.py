@@ -44,8 +44,8 @@ def test_what_cannot_be_imported_is_one_line_with_key_and_value(path: str) -> No
 
 
 def test_arguments_are_numbers_words_and_texts() -> None:
-    text = "quantile=0.5 most=10 exact=true limit=none name='two words' empty="
-    expected = {"quantile": 0.5, "most": 10, "exact": True, "limit": None, "name": "two words", "empty": ""}
+    text = "quantile=0.5 most=10 exact=true name='two words' empty="
+    expected = {"quantile": 0.5, "most": 10, "exact": True, "name": "two words", "empty": ""}
     assert parse_arguments(text, "policy-args") == expected
     assert type(parse_arguments("n=10", "policy-args")["n"]) is int
     assert parse_arguments("", "policy-args") == {}
