@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
@@ -217,7 +218,8 @@ class RunConfig(BaseModel):
     """initial weights of resnet18: none (random), imagenet (pretrained), or a .safetensors file"""
 
     generator: str = "builtin"
-    """builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo or sd-turbo:DIR"""
+    """builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo, sd-turbo:DIR, or the import path of your
+    own"""
     sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = "dpm++"
     """DPM-Solver++ with uniform timestep or uniform log-SNR spacing, or the paper's DDIM (η = 0)"""
     sampler_steps: int = Field(0, ge=0, le=1000)
@@ -346,9 +348,9 @@ class RunConfig(BaseModel):
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
         if self.min_batch > self.batch_size:
             raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
-        if self.shared_images == "one-seed" and self.generator.startswith("bank:"):
+        if self.shared_images == "one-seed" and self.generator_spec.kind == "bank":
             raise ValueError("shared-images = 'one-seed': must be no or by-class with a bank, which has no seed")
-        if self.generates and self.dataset != "digits" and self.generator == "builtin":
+        if self.generates and self.dataset != "digits" and self.generator_spec.kind == "builtin":
             raise ValueError(
                 f"generator = 'builtin' generates digits only; for {self.dataset} give a folder in diffusers format"
             )
@@ -365,6 +367,11 @@ class RunConfig(BaseModel):
     def find_policy(self) -> Policy:
         """Return the allocation policy; raise `ConfigError` if it is not a built-in one and cannot be imported."""
         return find_policy(self.policy, self.policy_args)
+
+    @property
+    def generator_spec(self) -> GeneratorSpec:
+        """Return the kind of the generator, and where it is."""
+        return GeneratorSpec.parse(self.generator)
 
     @property
     def policy_settings(self) -> PolicySettings:

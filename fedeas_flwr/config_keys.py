@@ -72,7 +72,7 @@ _IMAGE_KEYS = (
     "min-class-agreement",
 )
 _DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
-"""Image keys that a bank and SD-Turbo ignore."""
+"""Image keys that apply to diffusion models in a folder only."""
 GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
@@ -117,10 +117,9 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
         unused.update(_IMAGE_KEYS)
     if config.guidance == 1:
         unused.add("guidance-rescale")
-    kind = config.generator.partition(":")[0]
-    if kind in ("bank", "sd-turbo"):
+    if not config.generator_spec.is_diffusion:
         unused.update(_DIFFUSION_KEYS)
-    if kind == "bank":
+    if config.generator_spec.kind == "bank":
         unused.add("generation-batch")
     if not config.dp.endswith("adaptive"):
         unused.update(_ADAPTIVE_DP_KEYS)

@@ -44,7 +44,7 @@ INNER_LAYERS = {
     ],
     "generators": [
         {"interface"},
-        {"cache", "bank", "diffusion"},
+        {"cache", "bank", "diffusion", "own"},
         {"fill", "cache_maintenance", "sd_turbo"},
         {"learn"},
         {"opening"},

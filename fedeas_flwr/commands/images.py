@@ -17,6 +17,7 @@ from rich.console import Console
 from fedeas_flwr.commands.help import OrderedGroup
 from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
@@ -35,7 +36,9 @@ cache_app = typer.Typer(cls=OrderedGroup, help="Manage the cache of generated im
 _LINE_EVERY = 10.0
 _MAX_SHOWN = 20
 
-GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR]")]
+GeneratorOption = Annotated[
+    str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name")
+]
 
 
 # ------------------------------------------------------------------------------------------------ cache
@@ -189,7 +192,7 @@ def generate(
         reject_options(context, ["data_dir", "inception"], "it has no effect without --report")
     sampling: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
     sampling |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
-    has_sampler = generator.partition(":")[0] not in ("bank", "sd-turbo")
+    has_sampler = GeneratorSpec.parse(generator).is_diffusion
     if not has_sampler:
         names = [key.replace("-", "_") for key in sampling]
         reject_options(context, names, "it applies only to diffusion models in a folder")
@@ -209,7 +212,7 @@ def generate(
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | sampling | {"device": device})
     where = configure_torch(device)
-    if generator == "builtin":
+    if config.generator_spec.kind == "builtin":
         from fedeas_flwr.launch.prepare import ensure_digits_generator
 
         ensure_digits_generator(Console(stderr=True, markup=False))

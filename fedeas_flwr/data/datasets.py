@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.checked import seal, unseal
 from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special
 from fedeas_flwr.data import own_dataset
-from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
+from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source, is_own
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -78,14 +78,14 @@ def dataset_info(name: str) -> DatasetInfo:
     -------
     DatasetInfo
     """
-    if name.startswith(OWN):
+    if is_own(name):
         return _open_own(name)[0]
     return built_in(name)
 
 
 def short_name(name: str) -> str:
     """Return a dataset's name without its folder, for titles and labels."""
-    return Path(name.removeprefix(OWN)).stem if name.startswith(OWN) else name
+    return Path(name.removeprefix(OWN)).stem if is_own(name) else name
 
 
 def open_dataset(name: str, data_dir: str = "") -> Dataset:
@@ -105,7 +105,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     -------
     Dataset
     """
-    if name.startswith(OWN):
+    if is_own(name):
         return _open_own(name)[1]
     info, source = dataset_info(name), find_source(name, data_dir)
     origin = source.origin

@@ -25,6 +25,11 @@ OWN = "own:"
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
+def is_own(dataset: str) -> bool:
+    """Return whether a dataset's name is that of custom data."""
+    return dataset.startswith(OWN)
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """Class names, sizes and constants of a dataset."""
@@ -113,7 +118,7 @@ def find_source(name: str, data_dir: str = "") -> Source:
     """
     if name == "digits":
         return Source("scikit-learn", _read_digits)
-    if name.startswith(OWN):
+    if is_own(name):
         content = own_dataset.fingerprint(name.removeprefix(OWN))
         where = expanded(name.removeprefix(OWN))
         return Source(content, lambda: own_dataset.read_dataset(where)[0], where)

@@ -13,7 +13,7 @@ from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import SMALL_BATCH, RunConfig
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.data.sources import OWN, check_npz, find_source
+from fedeas_flwr.data.sources import OWN, check_npz, find_source, is_own
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
     name = config.dataset
     online = ", or unset FEDEAS_OFFLINE to download it" if os.environ.get("FEDEAS_OFFLINE") else ""
     fix = f"give data-dir=DIR with {name}.npz or torchvision's folder in it{online}"
-    if name.startswith(OWN):
+    if is_own(name):
         fix = f"dataset={OWN}PATH with a folder or an .npz file, see docs/your-own-data-and-generator.md"
     try:
         source = find_source(name, config.data_dir)
@@ -37,7 +37,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
             return [ok("dataset", f"{name}, comes with scikit-learn")]
         if source.downloads:
             return [note("dataset", f"{name} is not at {source.where}; the first run downloads it there", fix)]
-        if source.where.suffix == ".npz" and not name.startswith(OWN):
+        if source.where.suffix == ".npz" and not is_own(name):
             check_npz(name, source.where)
     except (OSError, ValueError) as error:
         return [problem("dataset", error, fix)]
@@ -90,7 +90,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
     """Check that the dataset can be partitioned; with over 1,000 clients, only that it has enough images."""
     if not config.clients:
         return [ok("clients", _UNKNOWN)]
-    if config.dataset.startswith(OWN):
+    if is_own(config.dataset):
         return [note("clients", f"{config.clients:,}; the number of images in {config.dataset} is not checked")]
     try:
         partition.check_clients(config.clients, partition.plan_labels(config.dataset, config.protocol).size)
@@ -103,7 +103,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
 
 def _counts(config: RunConfig) -> IntArray:
     """Return the label counts of every client of a simulation."""
-    own = config.dataset.startswith(OWN)  # its files may change under the same path
+    own = is_own(config.dataset)  # its files may change under the same path
     return _cached_counts(config, find_source(config.dataset).origin if own else "")
 
 
@@ -126,7 +126,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     from fedeas_flwr.training.build import local_training_config
     from fedeas_flwr.training.models import build_model
 
-    if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
+    if is_own(config.dataset) or config.clients > _CLIENTS:
         return []
     info = dataset_info(config.dataset)
     try:
@@ -165,11 +165,11 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
         "generator=FOLDER in diffusers' format, as `fedeas train-generator` writes; or bank:DIR; see docs/generators.md"
     )
     try:
-        kind, _, where = config.generator.partition(":")
-        if kind == "bank":
-            return [_bank(where, config.dataset)]
-        if kind == "sd-turbo":
-            return [_turbo(where)]
+        spec = config.generator_spec
+        if spec.kind == "bank":
+            return [_bank(spec.where, config.dataset)]
+        if spec.kind == "sd-turbo":
+            return [_turbo(spec.where)]
         return [_model(config)]
     except (OSError, ValueError) as error:
         return [problem("generator", error, fix)]
@@ -186,10 +186,10 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
         return [note("plan", f"not checked; {_UNKNOWN}", _GIVE)]
     if config.clients > _CLIENTS:
         return [note("plan", f"not checked: more than {_CLIENTS:,} clients; see `fedeas plan`")]
-    kind, _, where = config.generator.partition(":")
+    spec = config.generator_spec
     try:
         needed = planned_images(config, _counts(config))
-        available = _open_bank(where, config.dataset).images_of_class if kind == "bank" else None
+        available = _open_bank(spec.where, config.dataset).images_of_class if spec.kind == "bank" else None
     except (OSError, ValueError):  # the checks of the dataset, the clients and the generator report it
         return []
     if available is not None:
@@ -211,8 +211,10 @@ def _model(config: RunConfig) -> Finding:
     except ValueError:  # check_gpu reports it
         device = "cpu"
     check_for_run(config, device)
-    if config.generator == "builtin":
+    if config.generator_spec.kind == "builtin":
         return _builtin()
+    if config.generator_spec.kind == "import path":
+        return ok("generator", config.generator)
     folder, info = expanded(config.generator, "generator"), dataset_info(config.dataset)
     return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
 

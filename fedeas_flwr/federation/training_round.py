@@ -193,7 +193,7 @@ class TrainingRounds:
         images = sum(self.clients.declared.max_images(client, self.clients.share_of(client)) for client in clients)
         what = "generate images before they train" if len(clients) > 1 else "generates images before it trains"
         builtin = "; a node without the built-in generator trains it first"
-        first = builtin if self.config.generator == "builtin" and not self.service else ""
+        first = builtin if self.config.generator_spec.kind == "builtin" and not self.service else ""
         log(INFO, "round %d: %s %s, at most %d in total%s", number, numbered("client", clients), what, images, first)
 
     def _check_replies(

@@ -227,8 +227,7 @@ def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:
     expected = (len(samples), *generator.image_shape)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape != expected:
         found = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
-        name = type(generator).__name__
-        raise ValueError(f"generator: {name}.sample returned {found}; it must return uint8 {list(expected)}")
+        raise ValueError(f"generator: sample() returned {found}; it must return uint8 {list(expected)}")
     return images
 
 

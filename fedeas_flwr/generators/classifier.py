@@ -22,7 +22,7 @@ from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.files import atomic_path, cache_root
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
-from fedeas_flwr.data.sources import OWN, find_source
+from fedeas_flwr.data.sources import find_source, is_own
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import Generator
 from fedeas_flwr.training.models import Normaliser, build_model
@@ -90,7 +90,7 @@ def _independent_classifier(dataset_name: str, data_dir: str, origin: str, devic
 
     dataset = open_dataset(dataset_name, data_dir)
     name = "resnet18" if dataset_name.startswith("cifar") else "small-cnn"
-    called = f"own-{origin}" if dataset_name.startswith(OWN) else dataset_name
+    called = f"own-{origin}" if is_own(dataset_name) else dataset_name
     shape = dataset.x_train.shape[1:]
     model = build_model(name, len(dataset.classes), (shape[0], shape[1], shape[2]), stem="3x3", seed=7919)
     path = cache_root() / "classifiers" / f"{called}-{name}-{_VERSION}.safetensors"

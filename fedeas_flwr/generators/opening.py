@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedeas_flwr.common.files import expanded, sha256_of
+from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
 
@@ -33,8 +34,8 @@ def open_generator(
     ----------
     spec
         ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
-        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (sd_turbo.py). Otherwise a folder in diffusers'
-        format with ``unet`` and ``scheduler``.
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (sd_turbo.py). ``package.module:name``: your own
+        (own.py). Otherwise a folder in diffusers' format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
     sampler
@@ -56,8 +57,7 @@ def open_generator(
     -------
     Generator
     """
-    info = dataset_info(dataset_name)
-    kind, _, where = spec.partition(":")
+    info, (kind, where) = dataset_info(dataset_name), GeneratorSpec.parse(spec)
     if kind == "bank":
         from fedeas_flwr.generators.bank import BankGenerator
 
@@ -68,7 +68,11 @@ def open_generator(
         return TurboGenerator(
             where, classes=info.classes, image_shape=info.image_shape, batch_size=batch_size, device=device
         )
-    if spec == "builtin":
+    if kind == "import path":
+        from fedeas_flwr.generators.own import open_own
+
+        return open_own(where, classes=info.classes, image_shape=info.image_shape, device=device)
+    if kind == "builtin":
         if dataset_name != "digits":
             raise ValueError(
                 f"generator: 'builtin' is for digits only; for {dataset_name} give a folder in diffusers' format"
@@ -106,12 +110,15 @@ def check_for_run(config: RunConfig, device: str) -> None:
 
     Not for a bank, which is checked by opening it.
     """
-    kind, _, where = config.generator.partition(":")
+    kind, where = config.generator_spec
     if kind == "sd-turbo":
         from fedeas_flwr.generators.sd_turbo import check_transformers, find_pipeline
 
         check_transformers()
         find_pipeline(where)
+        return
+    if kind == "import path":
+        open_for_run(config, device)
         return
     from fedeas_flwr.generators.diffusion.model_folder import read_model
     from fedeas_flwr.generators.diffusion.sampler import Settings
@@ -119,7 +126,7 @@ def check_for_run(config: RunConfig, device: str) -> None:
     from fedeas_flwr.generators.learn.trainer import TIMESTEPS
 
     info = dataset_info(config.dataset)
-    classes, built_in = len(info.classes), config.generator == "builtin"
+    classes, built_in = len(info.classes), kind == "builtin"
     folder = builtin_folder() if built_in else expanded(config.generator, "generator")
     timesteps, embeddings = TIMESTEPS, classes + 1
     if not built_in:  # the built-in one may still have to be trained
@@ -160,16 +167,6 @@ _KEYS = {
 """Run-config keys of the settings with other names in Python, for errors."""
 
 
-def absolute_spec(spec: str) -> str:
-    """Return a generator's spec with an absolute path: Flower's processes have another working directory."""
-    kind, colon, where = spec.partition(":")
-    if spec in ("builtin", "sd-turbo"):
-        return spec
-    if colon and kind in ("bank", "sd-turbo"):
-        return f"{kind}:{expanded(where, 'generator').absolute()}"
-    return str(expanded(spec, "generator").absolute())
-
-
 def hash_input_files(config: RunConfig) -> dict[str, str]:
     """Return hashes of a run's input files: the generator's weights or bank, and the pretrained weights.
 
@@ -187,15 +184,15 @@ def hash_input_files(config: RunConfig) -> dict[str, str]:
 
 
 def _generator_file(spec: str) -> Path | None:
-    kind, _, where = spec.partition(":")
-    if kind == "sd-turbo":
+    kind, where = GeneratorSpec.parse(spec)
+    if kind in ("sd-turbo", "import path"):
         return None
     if kind == "bank":
         return expanded(where, "generator")
     from fedeas_flwr.generators.diffusion.model_folder import weights_file
     from fedeas_flwr.generators.learn.builtin import builtin_folder
 
-    return weights_file(builtin_folder() if spec == "builtin" else expanded(spec, "generator"))
+    return weights_file(builtin_folder() if kind == "builtin" else expanded(spec, "generator"))
 
 
 def _pretrained_file(weights: str) -> Path | None:

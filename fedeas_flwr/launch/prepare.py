@@ -16,13 +16,13 @@ from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
-from fedeas_flwr.data.sources import OWN
+from fedeas_flwr.data.sources import OWN, is_own
 from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.generators.interface import Generator, images_per_class
-from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
+from fedeas_flwr.generators.opening import check_for_run, open_for_run
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
@@ -56,7 +56,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     open_dataset(config.dataset, config.data_dir)
     build_network(config)
     if config.generates:
-        if config.generator == "builtin":
+        if config.generator_spec.kind == "builtin":
             ensure_digits_generator(console)
         # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
         open_generator = own_generator if config.backend == "inline" else open_for_run
@@ -98,7 +98,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         if config.ray_address:
             _check_ray_address(config.ray_address)
     generating = [config for config in configs if config.generates]
-    with_model = [config for config in generating if not config.generator.startswith("bank:")]
+    with_model = [config for config in generating if config.generator_spec.kind != "bank"]
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
     for config in _differing(configs, "dataset", "model", "stem", "weights"):
@@ -109,7 +109,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         planned_counts(config, config.clients, show_tries(console))
     for config in _differing(configs, *_PARTITION_KEYS, *_PLAN_KEYS):
         check_own_policy(config, planned_counts(config, config.clients))
-    with_bank = [config for config in generating if config.generator.startswith("bank:")]
+    with_bank = [config for config in generating if config.generator_spec.kind == "bank"]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
         users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
@@ -171,8 +171,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the config with absolute paths: Flower's processes and `fedeas resume` start in other folders."""
     changes = {"data_dir": str(expanded(config.data_dir, "data-dir").absolute()) if config.data_dir else ""}
     if config.generates:
-        changes["generator"] = absolute_spec(config.generator)
-    if config.dataset.startswith(OWN):
+        changes["generator"] = config.generator_spec.absolute()
+    if is_own(config.dataset):
         changes["dataset"] = OWN + str(expanded(config.dataset.removeprefix(OWN), "dataset").absolute())
     if config.weights not in ("none", "imagenet"):
         changes["weights"] = str(expanded(config.weights, "weights").absolute())

@@ -10,7 +10,7 @@ from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
-from fedeas_flwr.data.sources import OWN
+from fedeas_flwr.data.sources import is_own
 from fedeas_flwr.own_policies import check_policy, probe_counts
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import POLICIES, allocate, settings_of
@@ -34,7 +34,7 @@ def partition_counts(
     keep: bool = True,
 ) -> Labels:
     """Return the label counts of a partition; with ``keep`` false it is not stored. See `make_partition`."""
-    own = dataset.startswith(OWN)  # its labels must be read
+    own = is_own(dataset)  # its labels must be read
     labels = partitioned_labels(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
     partition = make_partition(labels, protocol, clients, alpha, seed, cache_root() if keep else None, progress)
     return partition.counts(labels, len(dataset_info(dataset).classes))

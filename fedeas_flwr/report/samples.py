@@ -62,7 +62,7 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
 
 
 def _name(config: RunConfig) -> str:
-    words = [] if config.generator.startswith(("bank:", "sd-turbo")) else [config.sampler]
+    words = [config.sampler] if config.generator_spec.is_diffusion else []
     return ", ".join([config.generator.rstrip("/").rsplit("/", 1)[-1], *words])
 
 

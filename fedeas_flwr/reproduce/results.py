@@ -41,8 +41,8 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
     values = identity(config, FREE_KEYS)
     values["weights"] = "none" if config.weights == "none" else "given"
     if "generator" in values:
-        kind = config.generator.partition(":")[0]
-        values["generator"] = kind if kind in ("sd-turbo", "bank") else "diffusion"
+        spec = config.generator_spec
+        values["generator"] = "diffusion" if spec.is_diffusion else spec.kind
     return values
 
 

@@ -67,7 +67,7 @@ def missing_runs_command(
     placeholders, note = [], ""
     if scale == "full":
         configs = [cell(name).config(scale, 1) for name in cells]
-        needed = {config.generator for config in configs if config.generates and config.generator != "sd-turbo"}
+        needed = {config.generator for config in configs if config.generates and config.generator_spec.is_diffusion}
         # A generator is for one dataset. Without --set generator=, each cell uses its dataset's folder.
         placeholders = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
         if len(needed) > 1 and "generator" not in keys:

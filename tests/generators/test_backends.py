@@ -18,13 +18,14 @@ from runners import black_bank, small
 from safetensors.torch import save_file
 
 from fedeas_flwr import client_app
+from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.generators.opening import absolute_spec, open_generator
+from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.launch.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ def test_too_small_bank_is_rejected_at_start(tmp_path: Path, backend: str) -> No
 def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["builtin", "sd-turbo", "bank:b", "sd-turbo:/m", "folder"]
-    assert [absolute_spec(s) for s in given] == [
+    assert [GeneratorSpec.parse(s).absolute() for s in given] == [
         "builtin", "sd-turbo", f"bank:{tmp_path}/b", "sd-turbo:/m", f"{tmp_path}/folder"
     ]  # fmt: skip
 

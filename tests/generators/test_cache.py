@@ -188,7 +188,8 @@ def test_invalid_generator_output_is_rejected_and_not_stored(tmp_path: Path, ret
         def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
             return returned  # type: ignore[return-value]
 
-    with pytest.raises(ValueError, match=rf"Wrong.sample returned {found}; it must return uint8 \[2, 4, 5, 2\]"):
+    expected = rf"generator: sample\(\) returned {found}; it must return uint8 \[2, 4, 5, 2\]"
+    with pytest.raises(ValueError, match=expected):
         ImageCache(tmp_path).ensure(Wrong(), seed=0, client=0, wanted=[2, 0, 0])
     assert shards(tmp_path) == []
 

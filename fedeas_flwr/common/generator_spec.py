@@ -1,0 +1,40 @@
+"""The value of the key ``generator``, taken apart into a kind of generator and where it is."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.import_path import is_import_path
+
+
+class GeneratorSpec(NamedTuple):
+    """A generator: its kind, and a folder, a file or an import path."""
+
+    kind: Literal["builtin", "folder", "bank", "sd-turbo", "import path"]
+    where: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> GeneratorSpec:
+        """Return the spec of ``builtin``, ``bank:DIR``, ``sd-turbo[:DIR]``, ``package.module:name`` or a folder."""
+        if text == "builtin":
+            return cls("builtin")
+        kind, colon, where = text.partition(":")
+        if kind == "sd-turbo":
+            return cls("sd-turbo", where)
+        if kind == "bank" and colon:
+            return cls("bank", where)
+        return cls("import path" if is_import_path(text) else "folder", text)
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Return whether it is a diffusion model of this package, which the sampler's keys apply to."""
+        return self.kind in ("builtin", "folder")
+
+    def absolute(self) -> str:
+        """Return the key's value with an absolute path: Flower's processes have another working directory."""
+        if self.kind == "folder":
+            return str(expanded(self.where, "generator").absolute())
+        if self.kind in ("bank", "sd-turbo"):
+            return f"{self.kind}:{expanded(self.where, 'generator').absolute()}" if self.where else self.kind
+        return self.where or self.kind

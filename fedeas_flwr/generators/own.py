@@ -1,0 +1,44 @@
+"""A generator of a user's own package: ``generator = "package.module:name"``.
+
+The name is that of a function or class. It is called with those of ``classes`` (their names), ``image_shape`` and
+``device`` that are among its parameters, and returns a generator (interface.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.import_path import accepted_arguments, call_with, import_object
+from fedeas_flwr.generators.interface import Generator
+
+_ATTRIBUTES = ("fingerprint", "image_shape", "num_classes", "sample")
+
+
+def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, int], device: str) -> Generator:
+    """Return the generator at an import path.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be opened, lacks an attribute of a generator, or is for another number of classes or image shape.
+    """
+    build = import_object(path, "generator")
+    if not callable(build):
+        raise ConfigError(f"generator: {path!r} is of type {type(build).__name__}: must be a function or class")
+    offered = {"classes": classes, "image_shape": image_shape, "device": device}
+    taken = accepted_arguments(build)
+    arguments = {key: value for key, value in offered.items() if taken is None or key in taken}
+    generator: Generator = call_with(build, path, "generator", arguments)
+    missing = [name for name in _ATTRIBUTES if not hasattr(generator, name)]
+    if missing:
+        raise ConfigError(f"generator: {path!r} returned {type(generator).__name__} without {', '.join(missing)}")
+    if not isinstance(generator.fingerprint, str) or not generator.fingerprint:
+        raise ConfigError(f"generator: {path!r} has fingerprint {generator.fingerprint!r}: must be a text")
+    found, needed = (generator.num_classes, tuple(generator.image_shape)), (len(classes), tuple(image_shape))
+    if found != needed:
+        raise ConfigError(
+            f"generator: {path!r} makes {found[0]} classes of images {list(found[1])}, but the dataset has {needed[0]} "
+            f"classes of images {list(needed[1])}"
+        )
+    return generator
