@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from fedeas_flwr.common.files import cache_root
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import OWN
 from fedeas_flwr.partition import make_partition, plan_labels
-from fedeas_flwr.policies import allocate, settings_of
+from fedeas_flwr.policies import POLICIES, allocate, settings_of
 
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
@@ -72,6 +73,18 @@ def stored_images(config: RunConfig, wanted: Labels) -> Labels:
     """
     asked = requested_images(config, wanted)
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
+
+
+def describe_plan(config: RunConfig, counts: Labels | None) -> str:
+    """Return a run's policy and budget and, if the clients' label counts are known, its planned images, in one line."""
+    given = f", total = {config.total:,}" if config.total else ""
+    if "beta" in settings_of(config.policy, config.total > 0):
+        given = f", β = {config.beta:g}"
+    if counts is None:
+        return f"policy {config.policy}{given}"
+    images = f"{'repeated' if POLICIES[config.policy].repeats else 'synthetic'} image"
+    total = int(planned_allocation(config, counts).sum())
+    return f"policy {config.policy}{given}: {counted(total, images)} for {counted(len(counts), 'client')}"
 
 
 def empty_plan_message(config: RunConfig) -> str:

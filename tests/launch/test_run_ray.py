@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -159,11 +160,18 @@ def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
 
     try:
-        done = flwr_run(f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
+        done = flwr_run(f'rounds=2 local-epochs=1 actors=1 run-dir="{tmp_path / "run"}"')
         run = RunDirectory(tmp_path / "run")
         assert run.status()[0] == "finished", done.stdout + done.stderr
         assert run.config().clients == 2
         assert run.summary()["rounds"] == 2
+        said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)  # without colours
+        superlink = rf"SuperLink: process \d+ of user .*, home {tmp_path}/flwr, Python {sys.executable}\n"
+        assert re.search(superlink, said) and "This SuperLink's environment" not in said
+        assert "WARNING :   actors = 1: no effect with `flwr run`" in said
+        planned = f"{run.summary()['total_generated']} synthetic images for 2 clients"
+        assert f"Plan: policy fedeas, β = 6: {planned}\n" in said
+        assert re.search(rf"Result: accuracy .* images generated; see {tmp_path}/run\n", said)
         wrong = flwr_run("policy='nonsense'")
         said = wrong.stdout + wrong.stderr
         assert "policy = 'nonsense': must be" in said and "Traceback" not in said
