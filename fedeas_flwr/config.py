@@ -69,6 +69,10 @@ hardware. `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `dat
 averaged."""
 
 
+LAUNCHER_KEYS = ("cache-limit", "backend", "actors", "ray-address", "restarts", "mps", "gpu-share")
+"""Keys that the launcher of `fedeas run` reads. They have no effect under plain `flwr run`."""
+
+
 def _key(name: str) -> str:
     return name.replace("_", "-")
 
@@ -239,7 +243,7 @@ class RunConfig(BaseModel):
     min_class_agreement: float = Field(0.0, ge=0, le=1)
     """minimum probability that an independent classifier must give an image's class; 0: no filter"""
     cache_limit: str = ""
-    """maximum size of the image cache, such as 20GB; empty: no limit"""
+    """`fedeas run` only: maximum size of the image cache, such as 20GB; empty: no limit"""
 
     evaluation: Literal["central", "federated"] = "central"
     """central: on the server's test set; federated: on the clients' test sets (needs protocol = paper)"""

@@ -29,14 +29,17 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.node import run_folder
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
+from fedeas_flwr.federation.delivery import is_simulated
 from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.flwr_run import is_plain_run, log_surroundings, warn_without_gpu_share
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
-from fedeas_flwr.planning.run_plan import check_own_policy
+from fedeas_flwr.planning.run_plan import check_own_policy, describe_plan, planned_counts
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import describe_result
 from fedeas_flwr.runs.tensorboard import event_log
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.training.build import build_network
@@ -68,6 +71,8 @@ def main(grid: Grid, context: Context) -> None:
         run = RunDirectory.start(config, describe_environment(gpu))
         with log_to(run.path / "flower.log"):
             log(INFO, "Run directory: %s", run.path)
+            if is_plain_run(grid):
+                log_surroundings(grid, config)
             _run_recording_status(grid, config, run, device)
 
 
@@ -85,6 +90,7 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
     finally:
         forget_kept_states()
     log(WARNING if gaps else INFO, "The run finished%s", f", with gaps: {gaps}" if gaps else "")
+    log(INFO, "Result: %s; see %s", describe_result(run.summary()), run.path)
     run.set_status("finished", gaps=gaps)
 
 
@@ -97,8 +103,12 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> str:
     federation.clients.manager.keys = read_node_keys()
     federation.clients.discover()
     run.record_clients(config.clients)
+    if is_plain_run(grid):
+        warn_without_gpu_share(device)
     with shared_generator(federation, config, run, device):
         federation.clients.plan()
+        counts = planned_counts(config, config.clients) if is_simulated(grid) else None
+        log(INFO, "Plan: %s", describe_plan(config, counts))
         test = central_test(config, config.clients, device) if config.evaluation == "central" else None
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory

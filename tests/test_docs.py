@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedeas_flwr.config import KEYS
+from fedeas_flwr.config import KEYS, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.config_keys import STRATEGY_KEYS, run_keys
+from fedeas_flwr.federation.flower_internals import parse_config_args
+from fedeas_flwr.generators.ray_service import GENERATOR_GPU_FRACTION
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.strategies.registry import ALGORITHMS, TABLE_HEAD, table_rows
@@ -113,6 +117,20 @@ def test_readme_speeds_match_the_committed_record() -> None:
     )
     assert "82 s by the shell's clock" in inline and "212 s by the shell's clock" in ray
     assert "FedAvg at K = 100 82 s with starting up, and 212 s under Ray" in text
+
+
+def test_readme_flwr_run_on_a_gpu_leaves_room_for_the_generator() -> None:
+    block = next(
+        block for block in re.findall(r"```sh\n(.*?)```", README, re.S) if "nvidia-cuda-mps-control -d" in block
+    )
+    assert block.index("nvidia-cuda-mps-control -d") < block.index("flwr run . ")
+    words = shlex.split(block[block.index("flwr run . ") :].replace("\\\n", " "))
+    federation, run = (
+        parse_config_args([words[words.index(f"--{name}-config") + 1]]) for name in ("federation", "run")
+    )
+    share, clients = float(np.float32(federation["client-resources-num-gpus"])), federation["num-supernodes"]
+    assert int(1 / share) == clients == federation["init-args-num-cpus"] == parse_config(run).num_sampled(clients)
+    assert clients * share + GENERATOR_GPU_FRACTION <= 1
 
 
 def test_all_strategies_table_matches_the_committed_one() -> None:

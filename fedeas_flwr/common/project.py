@@ -64,9 +64,9 @@ def describe_environment(device: str) -> dict[str, Any]:
     }
 
 
-def code_digest() -> str:
+def code_digest(package: Path = _PACKAGE) -> str:
     """Return a digest of this package's code: SHA-256 of the names and contents of its Python files."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

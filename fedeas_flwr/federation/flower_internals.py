@@ -14,11 +14,13 @@ from flwr.common.config import parse_config_args
 from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.utils import get_flwr_home
 
 __all__ = [
     "APP_RAISED",
     "Run",
     "SimulationGrid",
+    "get_flwr_home",
     "identify_process",
     "local_ports",
     "parse_config_args",

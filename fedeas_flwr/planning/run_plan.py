@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fedeas_flwr.common.files import cache_root
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
@@ -84,6 +85,17 @@ def stored_images(config: RunConfig, wanted: Labels) -> Labels:
     """
     asked = requested_images(config, wanted)
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
+
+
+def describe_plan(config: RunConfig, counts: Labels | None) -> str:
+    """Return a run's policy and budget and, if the clients' label counts are known, its planned images, in one line."""
+    given = f", total = {config.total:,}" if config.total else ""
+    if "beta" in settings_of(config.policy, config.total > 0):
+        given = f", β = {config.beta:g}"
+    if counts is None:
+        return f"policy {config.policy}{given}"
+    images = counted(int(planned_allocation(config, counts).sum()), "synthetic image")
+    return f"policy {config.policy}{given}: {images} for {counted(len(counts), 'client')}"
 
 
 def empty_plan_message(config: RunConfig) -> str:

@@ -103,3 +103,10 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         **({"gaps": gaps} if gaps else {}),
         "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
     }
+
+
+def describe_result(summary: Mapping[str, Any]) -> str:
+    """Return a run's final and peak accuracy and its number of images in one line."""
+    rounds, images = counted(summary["rounds"], "round"), counted(summary["total_generated"], "image")
+    peak = f"peak {100 * summary['peak']:.1f} % in round {summary['peak_round']}"
+    return f"accuracy {100 * summary['final']:.1f} % after {rounds} ({peak}), {images} generated"

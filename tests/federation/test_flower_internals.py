@@ -5,6 +5,7 @@ Fix such a change in fedeas_flwr/federation/flower_internals.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_type_hints
 from unittest.mock import Mock
 
@@ -64,6 +65,11 @@ def test_node_config_is_parsed_as_flower_parses_it() -> None:
 
 def test_local_superlink_ports_are_valid() -> None:
     assert all(0 < int(port) < 2**16 for port in flower_internals.local_ports())
+
+
+def test_flwr_home_is_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert flower_internals.get_flwr_home() == tmp_path
 
 
 def test_node_list_has_public_keys() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from runners import CHEAP, finish, small, start_interruptible, weights, with_fix
 from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.processes import with_variable
 from fedeas_flwr.launch.superlink import QUIET, free_port
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -140,6 +142,17 @@ def test_launcher_killed_under_ray_leaves_no_process(tmp_path: Path, digits_gene
     assert weights(whole) == weights(resumed)
 
 
+def kill_all_with_home(home: str) -> None:
+    """Kill the SuperLink of this FLWR_HOME and what it started; other runs on this machine go on."""
+    own = set(with_variable("FLWR_HOME", home))
+    for process in list(own):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            own.update(process.children(recursive=True))
+    for process in own:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 @pytest.mark.slow
 def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
     """Run plain `flwr run .` with Flower's default of two nodes on the test's own SuperLink."""
@@ -159,17 +172,22 @@ def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
 
     try:
-        done = flwr_run(f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
+        done = flwr_run(f'rounds=2 local-epochs=1 actors=1 run-dir="{tmp_path / "run"}"')
         run = RunDirectory(tmp_path / "run")
         assert run.status()[0] == "finished", done.stdout + done.stderr
         assert run.config().clients == 2
         assert run.summary()["rounds"] == 2
+        said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)  # without colours
+        superlink = rf"SuperLink: process \d+ of user .*, home {tmp_path}/flwr, Python {sys.executable}\n"
+        assert re.search(superlink, said) and "This SuperLink's environment" not in said
+        assert "WARNING :   actors = 1: no effect with `flwr run`" in said
+        planned = f"{run.summary()['total_generated']} synthetic images for 2 clients"
+        assert f"Plan: policy fedeas, β = 6: {planned}\n" in said
+        assert re.search(rf"Result: accuracy .* images generated; see {tmp_path}/run\n", said)
         wrong = flwr_run("policy='nonsense'")
         said = wrong.stdout + wrong.stderr
         assert "policy = 'nonsense': must be" in said and "Traceback" not in said
     finally:
-        for pid in flower_processes() - before:
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                psutil.Process(pid).kill()
+        kill_all_with_home(environment["FLWR_HOME"])
         wait_until(lambda: flower_processes() <= before, "all processes have ended")
         shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
