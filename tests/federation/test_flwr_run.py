@@ -148,7 +148,7 @@ def test_run_logs_its_plan_and_its_result(said: pytest.LogCaptureFixture, tmp_pa
     server_app.app(InlineGrid(client_app.app, 4, values), context)
     lines = [record.getMessage() for record in said.records]
     planned = planned_allocation(parse_config(values), planned_counts(parse_config(values), 4)).sum()
-    assert f"Plan: policy oversample, β = 4: {planned} repeated images for 4 clients" in lines
+    assert f"Plan: policy oversample, β = 4: {planned} synthetic images for 4 clients" in lines
     assert re.fullmatch(
         rf"Result: accuracy [\d.]+ % after 2 rounds \(peak [\d.]+ % in round [12]\), 0 images generated; "
         rf"see {tmp_path}/r",
