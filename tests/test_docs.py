@@ -69,8 +69,9 @@ def test_readme_quickstart_table_matches_the_committed_runs() -> None:
         row = next(line for line in README.splitlines() if line.startswith(f"{LABEL[policy]}  "))
         cells = row.removeprefix(LABEL[policy]).split()
         assert cells[1] == f"{100 * summary['last_20']:.1f}"
-        assert cells[2] == f"{100 * summary['peak']:.1f}"
-        assert cells[3] == f"{summary['total_generated']:,}"
+        assert cells[2] == f"{100 * summary['final']:.1f}"
+        assert cells[3] == f"{100 * summary['peak']:.1f}"
+        assert cells[4] == f"{summary['total_generated']:,}"
 
 
 LABEL = {"none": "FedAvg, nothing generated", "fedeas": "FedEAS", "uniform": "Uniform", "missing-only": "Missing-only"}

@@ -56,6 +56,7 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 def quickstart(folder: Path, console: Console) -> None:
     """Finish the four runs in ``folder``, print a table, and write a figure and an HTML report."""
     from fedeas_flwr.report.groups import group_runs
+    from fedeas_flwr.report.notes import notes_on
     from fedeas_flwr.report.page import as_png
     from fedeas_flwr.report.writing import comparison_figure, print_comparison, write_report
 
@@ -67,9 +68,11 @@ def quickstart(folder: Path, console: Console) -> None:
     write_report(groups, left_out, page)
     console.print()
     print_comparison(groups, console)
+    for note in notes_on(groups):
+        console.print(note, highlight=False, soft_wrap=True)
     console.print(
-        "One seed, 8×8 digits: generating images raises accuracy by far; policies with the same number of images are "
-        "too close to separate here."
+        "8×8 digits: generating images raises accuracy, most of all in early rounds; policies with the same number of "
+        "images are too close to separate here."
     )
     console.print(f"Figure: {figure}\nReport: {page}", soft_wrap=True, highlight=False)
 

@@ -19,6 +19,7 @@ from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import score_name
 
 
 def run(
@@ -94,12 +95,12 @@ def start(config: RunConfig) -> RunDirectory:
 def print_summary(run: RunDirectory) -> None:
     """Print a finished run's accuracy, number of images, gaps and privacy spent."""
     summary = run.summary()
-    last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
+    score, final, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "final", "peak"))
     images = counted(summary["total_generated"], "image")
     lacking = sum(item["images"] for item in summary.get("not_made", []))
     limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
-    line = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated{limited}"
-    console.print(line, highlight=False)
+    accuracy = f"accuracy: {score_name([summary['rounds']])} {score} · final {final} · peak {peak}"
+    console.print(f"{accuracy} · {images} generated{limited}", highlight=False, soft_wrap=True)
     if "gaps" in summary:
         console.print(f"finished, with gaps: {summary['gaps']}", highlight=False, soft_wrap=True)
     if "privacy" in summary:

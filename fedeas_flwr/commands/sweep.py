@@ -24,6 +24,7 @@ from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignore
 from fedeas_flwr.launch.sweep import Sweep, SweepRun, make_sweep, parse_grid, points
 from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher, run_sweep
 from fedeas_flwr.runs.listing import find_runs
+from fedeas_flwr.runs.metrics import score_name
 
 _LINE_EVERY = 30.0
 """Seconds without output after which `Lines` prints the progress of the running runs."""
@@ -180,8 +181,8 @@ def _progress_line(status: SweepStatus) -> str:
 def print_results(sweep: Sweep, console: Console) -> None:
     """Print mean ± standard deviation over the finished seeds of every grid point."""
     keys = [key for key in sweep.grid if key != "seed"]
-    rounds = min(20, max(cell.config.rounds for cell in sweep.cells))
-    results, rows = ("runs", f"last-{rounds} %", "peak %", "images"), []
+    score = score_name(cell.config.rounds for cell in sweep.cells)
+    results, rows = ("runs", f"{score} %", "peak %", "images"), []
     for point in points([cell.result() for cell in sweep.cells], sweep.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]

@@ -21,9 +21,11 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     group_key,
-    mean_window,
+    score_of,
+    show_efficiency,
+    weak_gain,
 )
-from fedeas_flwr.report.notes import notes_on
+from fedeas_flwr.report.notes import WEAK, notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
 from fedeas_flwr.report.style import GAMMA_HAT, LineStyle, legend_above
@@ -73,48 +75,59 @@ def _opening(groups: Sequence[Group]) -> list[str]:
     return text
 
 
-def results(groups: Sequence[Group]) -> Table:
-    """Return the table of results, one row per group."""
+def result_tables(groups: Sequence[Group]) -> list[Table]:
+    """Return the results, one row per group, with a table for each number of rounds: others cannot be compared."""
+    lengths = sorted({tuple(group.lengths) for group in groups})
+    tables = []
+    for found in lengths:
+        name = f"{' and '.join(map(str, found))} round{'' if found == (1,) else 's'}" if len(lengths) > 1 else ""
+        tables.append(_result_table(name, [group for group in groups if group.lengths == [*found]], groups))
+    return tables
+
+
+def _result_table(name: str, shown: Sequence[Group], groups: Sequence[Group]) -> Table:
+    """Return the table of the groups to be ``shown``, whose baselines are among ``groups``."""
     thresholds = {group.config.threshold for group in groups}
     reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
-    head = ("", "seeds", f"last-{mean_window(groups)} %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
-    return Table(head, [_result_row(group, groups) for group in groups], _styles(groups))
+    accuracies = (f"{score_of(shown)} %", "final %", "peak %")
+    head = (name, "seeds", *accuracies, "images", "gain", "η", reached, "Γ̂", "seconds")
+    return Table(head, [_result_row(group, groups) for group in shown], _styles(shown))
 
 
 def _results(groups: Sequence[Group]) -> Section:
     text = (
-        f"Last-{mean_window(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard deviation "
-        "over seeds. Gain is in percentage points over the group that generates nothing and is otherwise the same; η "
-        "is the gain per 1,000 images. Γ̂ measures how much the clients' updates differ in direction (median over "
-        "rounds; smaller is closer). Seconds are the server's wall-clock time of all rounds. – means none, or never. "
+        f"{score_of(groups).capitalize()} is the mean test accuracy of {_last_rounds(groups)}, final that of the last "
+        "round; ± is the standard deviation over seeds. Gain is the difference of this mean in percentage points from "
+        "the group that generates nothing and is otherwise the same; η is the gain per 1,000 images. Γ̂ measures how "
+        "much the clients' updates differ in direction (median over rounds; smaller is closer). Seconds are the "
+        "server's wall-clock time of all rounds under the backend named, without start-up. – means none, or never. "
         "Group names show the keys in which groups differ; Configuration lists all of them."
     )
-    return Section("Results", [text, *(f"{note}." for note in notes_on(groups))], [results(groups)])
+    return Section("Results", [text, *(f"{note}." for note in notes_on(groups))], result_tables(groups))
 
 
 def _last_rounds(groups: Sequence[Group]) -> str:
-    number = mean_window(groups)
-    fewer = any(len(member.rounds) < number for group in groups for member in group.members)
-    words = f"the last {number} rounds" if number > 1 else "the only round"
-    return f"{words} (of all rounds if a run has fewer)" if fewer else words
+    """Return the rounds of the `last_20` of these groups as text."""
+    lengths = [length for group in groups for length in group.lengths]
+    if max(lengths) <= 20:
+        return "all rounds"
+    return "the last 20 rounds" + (" (of all rounds if a run has fewer)" if min(lengths) <= 20 else "")
 
 
 def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
-    score, peak, spread = group.spread("last_20"), group.spread("peak"), group.spread("gamma_hat")
-    assert score is not None and peak is not None  # every round has an accuracy
+    accuracies, spread = [group.spread(key) for key in ("last_20", "final", "peak")], group.spread("gamma_hat")
     gain = gain_and_efficiency(group, groups)
     reached = [member.summary["rounds_to_threshold"] for member in group.members]
     return [
         group.name,
         ", ".join(map(str, group.seeds)),
-        score.show(100),
-        peak.show(100),
+        *(found.show(100) for found in accuracies if found),  # every round has an accuracy
         f"{group.images:,.0f}",
-        f"{gain[0]:+.1f}" if gain else NOTHING,
-        NOTHING if gain is None or gain[1] is None else f"{gain[1]:.3f}",
+        f"{gain[0]:+.1f}{WEAK if weak_gain(group, groups) else ''}" if gain else NOTHING,
+        show_efficiency(group, groups) or NOTHING,
         ", ".join(NOTHING if number is None else str(number) for number in reached),
         spread.show(digits=3) if spread else NOTHING,
-        f"{group.wall_clock:,.0f}",
+        f"{group.wall_clock:,.0f} {', '.join(sorted({member.config.backend for member in group.members}))}",
     ]
 
 
@@ -138,7 +151,7 @@ def _picture(
 def _accuracy(groups: Sequence[Group]) -> Section:
     caption = (
         "Test accuracy after every round: the mean over seeds, with ± one standard deviation if there are several. "
-        f"Dashed: the mean of {_last_rounds(groups)}, with its standard deviation over seeds."
+        f"Dashed and in the legend: the mean of {_last_rounds(groups)}, with its standard deviation over seeds."
     )
     return Section("Accuracy", pictures=_picture("accuracy", caption, lambda axes: draw_accuracy(axes, groups)))
 
@@ -147,6 +160,8 @@ def _cost(groups: Sequence[Group]) -> Section | None:
     if not any(group.images for group in groups):
         return None
     caption = "Accuracy against the number of images generated by all clients. Higher and further left is better."
+    if len({length for group in groups for length in group.lengths}) > 1:
+        caption += " Runs of different length cannot be compared."
     return Section("Accuracy per image", pictures=_picture("cost", caption, lambda axes: draw_cost(axes, groups)))
 
 
@@ -200,7 +215,7 @@ def _worst_client(groups: Sequence[Group]) -> Section | None:
         return None
     caption, label = "Accuracy of the worst client of each round on its own test images.", "worst client's accuracy (%)"
     rows = [[group.name, group.worst_client.show(100)] for group in known if group.worst_client]
-    table = Table(("", f"last-{mean_window(known)} %"), rows, _styles(known))
+    table = Table(("", f"{score_of(known)} %"), rows, _styles(known))
     pictures = _picture(
         "worst-client", caption, lambda axes: draw_measure(axes, known, "worst_client_accuracy", label, 100)
     )

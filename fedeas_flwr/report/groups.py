@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.common.errors import RunError
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, identity
-from fedeas_flwr.data.datasets import short_name
+from fedeas_flwr.data.datasets import dataset_info, short_name
 from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
-from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
+from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, score_name, seconds_of
 
 FloatArray = npt.NDArray[np.float64]
 
 CLIENT_WORK = ("generating", "training")
 """Phases whose seconds are summed over clients, which may work in parallel."""
+MIN_TEST_IMAGES = 300
+"""Number of test images below which a gain is marked: the standard error of an accuracy can exceed 2.9 points."""
 _PATHS = ("generator", "weights")
 
 
@@ -111,9 +114,14 @@ class Group:
         return self.style.colour
 
     @property
+    def lengths(self) -> list[int]:
+        """Return the distinct numbers of rounds of the runs, in ascending order."""
+        return sorted({len(member.rounds) for member in self.members})
+
+    @property
     def last_round(self) -> int:
         """Return the number of rounds of the longest run."""
-        return max(len(member.rounds) for member in self.members)
+        return self.lengths[-1]
 
     def spread(self, measure: str) -> Spread | None:
         """Return a metric of the summaries over seeds; ``None`` if a seed has no value."""
@@ -205,9 +213,9 @@ def _make_group(name: str, runs: Sequence[Member], style: LineStyle) -> Group:
     return Group(name, finished, style, tuple(member for member in runs if not member.is_finished))
 
 
-def mean_window(groups: Sequence[Group]) -> int:
-    """Return the number of rounds, at most 20, in the last-20 mean of these groups."""
-    return max(min(20, group.last_round) for group in groups)
+def score_of(groups: Sequence[Group]) -> str:
+    """Return the name of `last_20` for these groups."""
+    return score_name(length for group in groups for length in group.lengths)
 
 
 def group_key(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
@@ -305,13 +313,12 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
 
 def _ends(group: Group) -> str:
     """Return the last rounds of a group's runs as text."""
-    ends = sorted({len(member.rounds) for member in group.members})
-    return f"round{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
+    return f"round{'s' if len(group.lengths) > 1 else ''} {' and '.join(map(str, group.lengths))}"
 
 
 def _as_far(group: Group, other: Group) -> bool:
     """Return whether all runs of two groups reached the same round; otherwise they cannot be compared."""
-    return len({len(member.rounds) for member in (*group.members, *other.members)}) == 1
+    return len({*group.lengths, *other.lengths}) == 1
 
 
 def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
@@ -333,3 +340,32 @@ def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, f
     assert mine is not None and theirs is not None  # every round has an accuracy
     gain = 100 * (mine.mean - theirs.mean)
     return gain, efficiency(gain, group.images)
+
+
+def show_efficiency(group: Group, groups: Sequence[Group]) -> str | None:
+    """Return η up to the first digit of its standard error over seeds, or with two significant digits if that is 0 or
+    a group has one seed; ``None`` without η."""
+    gain, baseline = gain_and_efficiency(group, groups), baseline_of(group, groups)
+    if gain is None or gain[1] is None or baseline is None:
+        return None
+    error = 0.0
+    if min(len(group.seeds), len(baseline.seeds)) > 1:
+        spreads = [one.spread("last_20") for one in (group, baseline)]
+        error = 1e5 * math.hypot(*(s.sd / len(s.values) ** 0.5 for s in spreads if s and s.sd)) / group.images
+    eta = gain[1]
+    place = math.floor(math.log10(error)) if error > 1e-9 else math.floor(math.log10(abs(eta) or 1.0)) - 1
+    return f"{round(eta, -place):,.{max(0, -place)}f}"
+
+
+def weak_gain(group: Group, groups: Sequence[Group]) -> str | None:
+    """Return why a gain says little (one seed, few test images); ``None`` if neither holds or there is no gain."""
+    baseline = baseline_of(group, groups)
+    if baseline is None or gain_and_efficiency(group, groups) is None:
+        return None
+    reasons = ["one seed"] if min(len(group.seeds), len(baseline.seeds)) == 1 else []
+    try:
+        tested = dataset_info(group.config.dataset).num_test
+    except (OSError, ValueError):  # not on this machine
+        tested = MIN_TEST_IMAGES
+    reasons += [counted(tested, "test image")] if tested < MIN_TEST_IMAGES else []
+    return " and ".join(reasons) or None

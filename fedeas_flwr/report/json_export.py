@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, Spread, gain_and_efficiency, why_no_gain
+from fedeas_flwr.report.groups import (
+    CLIENT_WORK,
+    FloatArray,
+    Group,
+    Spread,
+    gain_and_efficiency,
+    weak_gain,
+    why_no_gain,
+)
 from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 
@@ -28,6 +36,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "missing_replies": [member.summary["failures"] for member in group.members],
         "gaps": [member.summary.get("gaps", "") for member in group.members],
         "last_20": _spread_dict(group.spread("last_20")),
+        "final": _spread_dict(group.spread("final")),
         "peak": _spread_dict(group.spread("peak")),
         "images": group.images,
         "not_made": [member.summary.get("not_made", []) for member in group.members],
@@ -35,6 +44,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "eta": gain[1] if gain else None,
         "never_took_part": [member.never_took_part for member in group.members],
         "no_gain": why_no_gain(group, groups),
+        "weak_gain": weak_gain(group, groups),
         "gamma_hat": _spread_dict(group.spread("gamma_hat")),
         "threshold": group.config.threshold,
         "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],

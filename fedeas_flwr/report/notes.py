@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedeas_flwr.common.text import MAX_NAMED, counted
-from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_efficiency, why_no_gain
+from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_efficiency, weak_gain, why_no_gain
+
+WEAK = "†"
+"""Mark of a gain that says little."""
 
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, limit_notes, sharing_notes)
+    gains = (no_gain_notes, seed_notes, weak_gain_notes)
+    makers = (unfinished_notes, gap_notes, *gains, absence_notes, limit_notes, sharing_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -54,6 +58,13 @@ def seed_notes(groups: Sequence[Group]) -> list[str]:
             own, other = (", ".join(map(str, seeds)) for seeds in (group.seeds, baseline.seeds))
             found.append((f"its seeds are {own}, but those of its baseline are {other}", group.name))
     return _group_by_reason("Gain", found)
+
+
+def weak_gain_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each reason why marked gains say little."""
+    reasons = [(reason, group.name) for group in groups if (reason := weak_gain(group, groups))]
+    found = [(f"from {reason}, so differences of a few points may be chance", name) for reason, name in reasons]
+    return _group_by_reason(f"{WEAK} Gain", found)
 
 
 def absence_notes(groups: Sequence[Group]) -> list[str]:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedeas_flwr.common.text import counted, one_line
-from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, mean_window
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, score_of
 from fedeas_flwr.report.style import INK, MATH_LABELS, WIDTHS, LineStyle, tidy, within
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 
@@ -100,7 +100,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
             axes.plot(places, values, color=group.colour, ls=line, lw=1.3, label=group.name)
         axes.set_xticks([])
     label = textwrap.fill(f"class, worst first for: {(baseline or known[0]).name}", 95, break_on_hyphens=False)
-    axes.set(xlabel=label, ylabel=f"accuracy (%), last {counted(mean_window(known), 'round')}")
+    axes.set(xlabel=label, ylabel=f"accuracy (%), {score_of(known)}")
     tidy(axes, grid="y")
     within(axes, 100)
 
@@ -132,7 +132,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
             images = [member.summary["total_generated"] for member in group.members]
             axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="total images generated", ylabel=f"last-{mean_window(groups)} accuracy (%)")
+    axes.set(xlabel="total images generated", ylabel=f"accuracy (%), {score_of(groups)}")
     axes.margins(0.08)
     tidy(axes)
     within(axes, 100)

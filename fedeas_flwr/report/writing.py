@@ -11,12 +11,11 @@ from rich.console import Console
 
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import print_table, table_width
-from fedeas_flwr.common.text import counted
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.policies import POLICIES, FillToBudget
-from fedeas_flwr.report.document import make_document, results
-from fedeas_flwr.report.groups import Group, mean_window
+from fedeas_flwr.report.document import make_document, result_tables
+from fedeas_flwr.report.groups import Group, score_of
 from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 from fedeas_flwr.report.style import label_of
@@ -48,12 +47,12 @@ def write_report(
 
 
 def print_comparison(groups: Sequence[Group], console: Console) -> None:
-    """Print the report's table of results, on a narrow terminal without seeds and η."""
-    found = results(groups)
+    """Print the report's tables of results, on a narrow terminal without seeds and η."""
     left_out = ("seeds", "η") if table_width(console) < _WIDE else ()
-    places = [place for place, head in enumerate(found.head) if head not in left_out]
-    head, *rows = ([row[place] for place in places] for row in (found.head, *found.rows))
-    print_table(console, head, rows, fold=head, right=head[1:])
+    for found in result_tables(groups):
+        places = [place for place, head in enumerate(found.head) if head not in left_out]
+        head, *rows = ([row[place] for place in places] for row in (found.head, *found.rows))
+        print_table(console, head, rows, fold=head, right=head[1:])
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
@@ -67,6 +66,6 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     title = f"{label_of(planned.policy)} generates ({generated.sum():,}, β = {planned.beta:g})"
     draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
-    right.set_title(f"Accuracy: mean of the last {counted(mean_window(groups), 'round')}", fontsize=10)
+    right.set_title(f"Test accuracy by round (dashed and below: {score_of(groups)})", fontsize=10)
     figure.legend(loc="outside lower right", ncols=len(groups), frameon=False)
     return figure

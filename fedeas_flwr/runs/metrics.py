@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
 def last_20(accuracies: Sequence[float]) -> float:
     """Return the mean accuracy of the last min(20, T) rounds, the paper's main metric."""
     return float(np.mean(accuracies[-20:]))
+
+
+def score_name(lengths: Iterable[int]) -> str:
+    """Return the name of `last_20` for runs of these numbers of rounds; with at most 20, it is the mean of them all."""
+    return " or ".join(dict.fromkeys("last-20" if rounds > 20 else "mean of all rounds" for rounds in lengths))
 
 
 def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:

@@ -62,8 +62,9 @@ def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch:
     started: list[RunConfig] = []
     monkeypatch.setattr("fedeas_flwr.commands.run.start", started.append)
     again = run_in_process("resume", str(run.path))
-    accuracy = 100 * run.summary()["last_20"]
-    assert again.stdout.startswith(f"already finished: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
+    mean, final = (f"{100 * run.summary()[key]:.1f} %" for key in ("last_20", "final"))
+    line = f"accuracy: mean of all rounds {mean} · final {final} · peak "
+    assert again.stdout.startswith(f"already finished: {run.path}\n{line}")
     assert (again.returncode, started) == (0, [])
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     run_in_process("resume", str(run.path), "rounds=3")

@@ -26,7 +26,7 @@ from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.partition import LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import draw, maps_of
-from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.document import make_document, result_tables
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.json_export import as_data
 from fedeas_flwr.report.notes import notes_on
@@ -46,8 +46,34 @@ def test_comparison_table_cuts_no_word_or_number(width: int, terminal: bool) -> 
     text = io.StringIO()
     print_comparison(groups, Console(file=text, width=width, force_terminal=terminal, color_system=None))
     found = text.getvalue()
-    assert "…" not in found and "Missing-only" in found and "+18.2" in found and "seconds" in found
-    assert ("20.416" in found) == (width > 100 or not terminal), "η must be omitted only where it does not fit"
+    assert "…" not in found and "Missing-only" in found and "+18.2†" in found and "seconds" in found
+    assert ("η" in found) == (width > 100 or not terminal), "η must be omitted only where it does not fit"
+
+
+def test_short_runs_show_the_mean_of_all_rounds_and_the_final(tmp_path: Path) -> None:
+    (short,) = result_tables(grouped(write_run(tmp_path / "short", [0.2, 0.5, 0.8])))
+    assert list(short.head[2:4]) == ["mean of all rounds %", "final %"] and short.rows[0][2:4] == ["50.0", "80.0"]
+    (twenty,) = result_tables(grouped(write_run(tmp_path / "20", [0.2, *[0.5] * 19])))
+    assert twenty.head[2] == "mean of all rounds %"
+    (longer,) = result_tables(grouped(write_run(tmp_path / "21", [0.2, *[0.5] * 20])))
+    assert list(longer.head[2:4]) == ["last-20 %", "final %"] and longer.rows[0][2] == "50.0"
+
+
+def test_runs_of_different_length_are_in_different_tables(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"images": FEDEAS_OF_FOUR, "beta": 4.0, "policy": "fedeas"}
+    runs = [write_run(tmp_path / f"n{length}", [0.5] * length) for length in (3, 21)]
+    runs += [write_run(tmp_path / f"f{length}", [0.7] * length, **keys) for length in (3, 21)]
+    runs.append(write_run(tmp_path / "cut", [0.6], rounds=3, finished=False, **{**keys, "policy": "uniform"}))
+    tables = result_tables(grouped(*runs))
+    assert [table.head[0] for table in tables] == ["1 round", "3 rounds", "21 rounds"]
+    assert [[len(table.rows), table.head[2]] for table in tables] == [
+        [1, "mean of all rounds %"],
+        [2, "mean of all rounds %"],
+        [2, "last-20 %"],
+    ]
+    text = io.StringIO()
+    print_comparison(grouped(*runs), Console(file=text, width=160))
+    assert text.getvalue().count("final %") == 3
 
 
 # ----------------------------------------------------------------------------------------------------------- groups
@@ -63,6 +89,7 @@ def test_runs_that_differ_only_in_seed_are_one_group(tmp_path: Path) -> None:
     assert (score.mean, score.sd) == pytest.approx((0.3, 0.1))
     assert score.show(100) == "30.0 ± 10.0"
     assert group.wall_clock == pytest.approx(2 * 2.75)  # not the clients' work, which overlaps
+    assert result_tables([group])[0].rows[0][-1] == "6 inline, ray"
 
 
 def test_background_work_is_not_wall_clock_time(tmp_path: Path) -> None:
@@ -389,7 +416,7 @@ def test_report_states_that_shared_images_count_per_client(tmp_path: Path) -> No
     )
     held = "an image that several clients hold counts once per client, also in η"
     note = f"Images of FedEAS, shared-images = by-class: {held}"
-    assert notes_on(groups) == [note] and notes_on([groups[0], groups[2]]) == []
+    assert note in notes_on(groups) and not any(held in line for line in notes_on([groups[0], groups[2]]))
     (maps,), notes = maps_of(groups)
     plan = dict(maps.generated)["FedEAS, shared-images = by-class"]
     different = int(plan.max(axis=0).sum())  # image i of a class is the same on all clients
@@ -398,8 +425,13 @@ def test_report_states_that_shared_images_count_per_client(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize(("lengths", "number"), [((3, 3), 3), ((1, 3), 3), ((25, 30), 20), ((25, 3), 20)])
-def test_mean_of_fewer_than_20_rounds_is_labelled_so(tmp_path: Path, lengths: tuple[int, int], number: int) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "last", "mean"),
+    [((3, 20), False, True), ((25, 30), True, False), ((25, 3), True, True)],
+)
+def test_mean_of_at_most_20_rounds_is_labelled_so(
+    tmp_path: Path, lengths: tuple[int, int], last: bool, mean: bool
+) -> None:
     extra = {"per_class_accuracy": [0.5] * 10, "worst_client_accuracy": 0.5}
     runs = [
         write_run(tmp_path / policy, [0.5] * n, images=i * FEDEAS_OF_FOUR, policy=policy, beta=4.0, extra=[extra] * n)
@@ -408,8 +440,8 @@ def test_mean_of_fewer_than_20_rounds_is_labelled_so(tmp_path: Path, lengths: tu
     document = make_document(grouped(*runs))
     text = as_markdown(document)
     axes = " ".join(p.figure.axes[0].get_ylabel() for section in document.sections for p in section.pictures)
-    assert set(map(int, re.findall(r"[Ll]ast[ -](\d+)", text + axes))) == {number}
-    assert ("of all rounds if a run has fewer" in text) == (min(lengths) < number)
+    assert set(re.findall(r"[Ll]ast[ -](\d+)", text)) == ({"20"} if last else set())
+    assert [("last-20" in found, "mean of all rounds" in found) for found in (text, axes)] == [(last, mean)] * 2
 
 
 def test_runs_of_one_plan_share_one_heat_map(tmp_path: Path) -> None:
@@ -469,10 +501,11 @@ def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_report_command_on_committed_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = fedeas(capsys, "report", str(QUICKSTART))
-    assert re.search(r"FedEAS +1 +92\.7 +98\.3 +893 +\+18\.2 +20\.416 +3 +0\.630", printed)
+    assert re.search(r"FedEAS +1 +92\.7 +96\.9 +98\.3 +893 +\+18\.2† +20 +3 +0\.630 +46 ray", printed)
     data = json.loads(fedeas(capsys, "report", str(QUICKSTART), "--format", "json"))
     fedeas_group = next(group for group in data["groups"] if group["name"] == "FedEAS")
     assert fedeas_group["last_20"]["mean"] == pytest.approx(0.92744, abs=1e-5) and fedeas_group["last_20"]["sd"] is None
+    assert fedeas_group["final"]["mean"] == pytest.approx(0.96936, abs=1e-5)
     assert fedeas_group["eta"] == pytest.approx(20.416, abs=1e-3)
     assert fedeas_group["rounds_to_threshold"] == [3] and fedeas_group["worst_class"]["class"] == 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from fake_runs import FEDEAS_OF_FOUR, grouped, write_run
 from runners import run_in_process
 
-from fedeas_flwr.report.groups import baseline_of, gain_and_efficiency
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.report.document import result_tables
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, weak_gain
 from fedeas_flwr.report.json_export import as_data
 from fedeas_flwr.report.notes import no_gain_notes, notes_on
 from fedeas_flwr.runs.metrics import efficiency
@@ -95,4 +98,47 @@ def test_gain_over_other_seeds_is_marked(tmp_path: Path) -> None:
     groups = grouped(none[1], *some)
     gain = gain_and_efficiency(groups[1], groups)
     assert gain is not None and gain[0] == pytest.approx(-5.0)  # although generation made no difference
-    assert notes_on(groups) == ["Gain of FedEAS: its seeds are 1, 2, but those of its baseline are 2"]
+    assert "Gain of FedEAS: its seeds are 1, 2, but those of its baseline are 2" in notes_on(groups)
+    assert weak_gain(groups[1], groups) is not None, "the baseline has one seed"
+
+
+def cells(groups: list[Group], column: str) -> list[str]:
+    """Return a column of the first table of results."""
+    table = result_tables(groups)[0]
+    return [row[list(table.head).index(column)] for row in table.rows]
+
+
+def test_gains_from_one_seed_or_few_test_images_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, Any] = {"images": 400, "beta": 4.0, "policy": "fedeas"}
+    none = [write_run(tmp_path / f"none{seed}", [0.5], seed=seed) for seed in (1, 2)]
+    some = [write_run(tmp_path / f"some{seed}", [0.7], seed=seed, **keys) for seed in (1, 2)]
+    one, two = grouped(none[0], some[0]), grouped(*none, *some)
+    assert cells(one, "gain") == ["–", "+20.0†"] and cells(two, "gain") == ["–", "+20.0"]
+    assert [note.startswith("†") and "one seed" in note for note in notes_on(one)] == [True]
+    assert notes_on(two) == []
+    assert [group["weak_gain"] for group in as_data(one)] == [None, weak_gain(one[1], one)]
+    monkeypatch.setattr("fedeas_flwr.report.groups.dataset_info", lambda name: replace(dataset_info(name), num_test=36))
+    assert cells(two, "gain") == ["–", "+20.0†"]
+    assert "36 test images" in str(weak_gain(two[1], two)) and "seed" not in str(weak_gain(two[1], two))
+    assert "36 test images" in str(weak_gain(one[1], one)) and "one seed" in str(weak_gain(one[1], one))
+
+
+@pytest.mark.parametrize(
+    ("scores", "images", "shown"),
+    [
+        ([0.7], 893, "22"),  # 22.396
+        ([0.6], 18, "560"),  # 555.556
+        ([0.7], 13_437, "1.5"),  # 1.488
+        ([0.4], 893, "-11"),
+        ([0.70, 0.72], 1_000, "21"),  # 21 ± 1, the standard error
+        ([0.700, 0.702], 1_000, "20.1"),  # 20.1 ± 0.1
+        ([0.7, 0.7], 13_437, "1.5"),  # two equal seeds show no error
+    ],
+)
+def test_efficiency_has_the_digits_that_its_seeds_allow(
+    scores: list[float], images: int, shown: str, tmp_path: Path
+) -> None:
+    runs = [write_run(tmp_path / f"none{seed}", [0.5], seed=seed) for seed in range(len(scores))]
+    for seed, score in enumerate(scores):
+        runs.append(write_run(tmp_path / f"s{seed}", [score], images=images, beta=4.0, policy="fedeas", seed=seed))
+    assert cells(grouped(*runs), "η") == ["–", shown]
