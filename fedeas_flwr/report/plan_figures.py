@@ -60,17 +60,16 @@ def plan_figures(path: BudgetPath, beta: float, choice: Choice | None = None) ->
 
 # Fig. 1(a)
 def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
-    """Draw each client's budget in front of its demand for full balance (hatched), on a log scale."""
+    """Draw each client's budget in front of its demand for full balance (hatched), both from 0."""
     needed, given = curves.demand(path.counts, generated)
     clients = np.arange(len(needed))
     label = f"full balance, {needed.sum():,} images"
     axes.bar(clients, needed, 0.8, fc="white", ec=COLOURS["none"], hatch="////", lw=0.8, label=label)
     name = f"{_name(path.policy)} (β = {beta:g}), {given.sum():,} images"
     axes.bar(clients, given, 0.8, color=_colour(path.policy), label=name)
-    axes.set_yscale("symlog", linthresh=10)
-    axes.set_ylim(0, 1.3 * max(10, int(needed.max()), int(given.max())))
+    axes.set_ylim(0, 1.05 * max(1, int(needed.max()), int(given.max())))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="client", ylabel="images to generate (log scale)")
+    axes.set(xlabel="client", ylabel="images to generate")
     if len(clients) <= MAX_BARS_NAMED:
         axes.set_xticks(clients)
     else:

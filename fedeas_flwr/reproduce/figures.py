@@ -13,6 +13,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from fedeas_flwr.allocation import IntArray, budget, fill_to, normalised_entropy
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.planning import curves
 from fedeas_flwr.planning.beta_selection import Limits, choose
@@ -26,6 +27,7 @@ from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, cell,
 from fedeas_flwr.reproduce.paper_comparison import last_20_of
 from fedeas_flwr.reproduce.results import Measured, Results, Value
 from fedeas_flwr.reproduce.tables import swept_methods
+from fedeas_flwr.runs.metrics import score_name
 
 POLICIES = ("fedavg", "uniform", "missing-only", "fedeas")
 CONDITIONS = Limits(min_removed=0.5, max_synthetic=0.25)
@@ -48,8 +50,8 @@ class Setting:
 
     @property
     def score(self) -> str:
-        """Return the label of last-20 accuracy, with the number of rounds if there are fewer."""
-        return f"last-{min(20, self.config.rounds)} accuracy (%)"
+        """Return the label of last-20 accuracy, which is the mean of all rounds if there are at most 20."""
+        return f"accuracy (%), {score_name([self.config.rounds])}"
 
     @property
     def generated(self) -> IntArray:
@@ -87,7 +89,7 @@ def _level_titles(figure: Figure) -> Figure:
 
 def draw_motivation(setting: Setting) -> Figure:
     """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
-    figure, left, right = _pair("Per-client generation demand", "Allocation drives accuracy")
+    figure, left, right = _pair("Images to generate per client", "Accuracy with the same number of images")
     draw_demand(left, setting.path, setting.generated, setting.beta)
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
@@ -113,11 +115,17 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
     comparable = all(value.comparable for value in values)
     name = "the paper's" if comparable else "the paper's, on CIFAR-10"
     axes.plot([], [], "D", ms=7, mfc="white", mec=INK, mew=1.4, label=name)
-    axes.bar([0], [0], color=COLOURS["fedeas"], label="ours")
+    axes.bar([0], [0], color=COLOURS["fedeas"], label=f"ours, {_show_seeds(values)}")
     axes.set_ylim(0, 100 if max([v.mean or 0 for v in values]) > 85 else 92)
     axes.set_xlim(-0.6, len(values) - 0.1)
     tidy(axes, grid="y")
     legend_above(axes)
+
+
+def _show_seeds(values: Sequence[Value]) -> str:
+    """Return how many seeds the bars are means of, such as 1 seed or 1 to 3 seeds."""
+    numbers = sorted({len(value.seeds) for value in values if value.seeds}) or [0]
+    return counted(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
 
 
 def _write_on_bar(axes: Axes, place: int, mean: float, sd: float) -> None:
