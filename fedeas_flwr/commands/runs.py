@@ -32,9 +32,9 @@ from fedeas_flwr.runs.listing import (
 
 runs_app = typer.Typer(cls=OrderedGroup, help="Manage run directories.", rich_markup_mode=None)
 
-_MISSING = "missing"
-_HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", _MISSING, "changed", "size")
-_HIDDEN_WHEN_NARROW = ("peak %", "images")
+_MISSING, _LAST_20 = "missing", "last-20 %"
+_HEAD = ("run", "state", "rounds", _LAST_20, "final %", "peak %", "images", _MISSING, "changed", "size")
+_HIDDEN_WHEN_NARROW = (_LAST_20, "peak %", "images")
 _WIDE = 100
 """Minimum terminal width, in characters, to show all columns."""
 
@@ -62,6 +62,7 @@ def ls(
     console = Console()
     lost = any(row["missing_replies"] for row in rows)
     left_out = {*(() if lost else (_MISSING,)), *(() if table_width(console) >= _WIDE else _HIDDEN_WHEN_NARROW)}
+    left_out |= set() if any(row["rounds_done"] > 20 for row in rows) else {_LAST_20}
     head = [name for name in _HEAD if name not in left_out]
     cells = [[shown[name] for name in head] for shown in map(_cells, rows)]
     print_table(console, head, cells, fold=["run"], right=_HEAD[2:])
@@ -152,7 +153,8 @@ def _state(row: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
+    score = row["last_20"] if row["rounds_done"] > 20 else None  # else it is the mean of all rounds
+    percents = ["-" if part is None else f"{100 * part:.1f}" for part in (score, row["final"], row["peak"])]
     images, missing = ("-" if row[key] is None else f"{row[key]:,}" for key in ("images", "missing_replies"))
     changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
     rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"

@@ -27,7 +27,7 @@ from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesErr
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import summarise
+from fedeas_flwr.runs.metrics import STARTUP, summarise
 from fedeas_flwr.strategies.flower import FlowerStrategyAdapter
 from fedeas_flwr.strategies.interface import NeedsDisclosure, Stateful
 from fedeas_flwr.strategies.records import to_record
@@ -115,7 +115,7 @@ class Federation:
 
     def _run_rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
         """Train, evaluate and record round by round; return the state after the last."""
-        consecutive_failures = 0
+        consecutive_failures, startup = 0, {STARTUP: self.run.seconds_since_start()}
         with BackgroundTask() as background:
             while state.round < self.config.rounds:
                 self._round_in_progress = state.round + 1
@@ -130,6 +130,8 @@ class Federation:
                 if state.generated.keys() >= self.clients.nodes.keys():
                     self.on_generation_done()
                 outcome.seconds["end_wait"] = background.wait()  # for the previous round
+                outcome.seconds.update(startup)
+                startup = {}
                 self._end_round(state, outcome, test, background)
                 del outcome  # frees the clients' models before the next round's arrive
         return state

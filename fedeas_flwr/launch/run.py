@@ -50,6 +50,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     environment = describe_environment("not known yet")  # slow, so it comes before the check in the next line
     RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
     run = RunDirectory.start(config, environment)
+    run.set_status("running", pid=os.getpid())  # start-up is counted from here, also in a sweep
     before = len(run.rounds())
     images = GenerationProgress(config) if config.generates else None
     with RoundProgress(run, config.rounds, before, console, images) as progress:

@@ -100,7 +100,7 @@ def _results(groups: Sequence[Group]) -> Section:
         "round; ± is the standard deviation over seeds. Gain is the difference of this mean in percentage points from "
         "the group that generates nothing and is otherwise the same; η is the gain per 1,000 images. Γ̂ measures how "
         "much the clients' updates differ in direction (median over rounds; smaller is closer). Seconds are the "
-        "server's wall-clock time of all rounds under the backend named, without start-up. – means none, or never. "
+        "wall-clock time of a run under the backend named, from its launch to its last round. – means none, or never. "
         "Group names show the keys in which groups differ; Configuration lists all of them."
     )
     return Section("Results", [text, *(f"{note}." for note in notes_on(groups))], result_tables(groups))
@@ -255,13 +255,18 @@ def _time(groups: Sequence[Group]) -> Section:
     caption = (
         "Upper bar: wall-clock time on the server by phase. Lower bar: the summed work of the clients; it is longer "
         "than the upper bar if clients work in parallel. Γ̂ and tests run in the background of the next round: the wait "
-        "is the time that they block the server. Start-up time is not included."
+        "is the time that they block the server. Start-up is the time from the launch to the first round; – means that "
+        "an older version has not recorded it."
     )
     height = 1.0 + 0.7 * len(groups)
     phases = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
     server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
-    names = (*server, "clients: generating", "clients: training")
-    rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
+    names = ("start-up", *server, "clients: generating", "clients: training")
+    spent = [[group.startup, *map(group.seconds, phases)] for group in groups]
+    rows = [
+        [group.name, *(NOTHING if seconds is None else f"{seconds:,.1f}" for seconds in row)]
+        for group, row in zip(groups, spent, strict=True)
+    ]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
     return Section("Time by phase", (), [Table(("seconds", *names), rows, _styles(groups))], pictures)
 

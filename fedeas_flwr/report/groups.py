@@ -21,7 +21,7 @@ from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
-from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, score_name, seconds_of
+from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK, efficiency, last_20, score_name, seconds_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -167,8 +167,14 @@ class Group:
 
     @property
     def wall_clock(self) -> float:
-        """Return the wall-clock seconds of a run of the group, without start-up."""
-        return sum(self.seconds(phase) for phase in WALL_CLOCK)
+        """Return the wall-clock seconds of a run of the group, with start-up if it is recorded."""
+        return sum(self.seconds(phase) for phase in WALL_CLOCK) + (self.startup or 0.0)
+
+    @property
+    def startup(self) -> float | None:
+        """Return the seconds of start-up, mean over seeds; ``None`` if a run has not recorded them."""
+        recorded = all(STARTUP in member.summary["seconds"] for member in self.members)
+        return self.seconds(STARTUP) if recorded else None
 
     @property
     def images(self) -> float:

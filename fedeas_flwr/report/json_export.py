@@ -16,7 +16,9 @@ from fedeas_flwr.report.groups import (
     weak_gain,
     why_no_gain,
 )
-from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
+from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, STARTUP, WALL_CLOCK
+
+_PHASES = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
 
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -51,7 +53,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
         "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
         "worst_client_accuracy": _spread_dict(group.worst_client),
-        "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)},
+        "seconds": {STARTUP: group.startup} | {phase: group.seconds(phase) for phase in _PHASES},
         "config": group.config.to_user_dict(),
         "environments": [member.run.environment() for member in group.members],
     }

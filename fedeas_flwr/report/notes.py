@@ -14,7 +14,7 @@ WEAK = "†"
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
     gains = (no_gain_notes, seed_notes, weak_gain_notes)
-    makers = (unfinished_notes, gap_notes, *gains, absence_notes, limit_notes, sharing_notes)
+    makers = (unfinished_notes, gap_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -104,6 +104,12 @@ def sharing_notes(groups: Sequence[Group]) -> list[str]:
     reason = "an image that several clients hold counts once per client, also in η"
     sharing = [group for group in groups if group.config.generates and group.config.shared_images != "no"]
     return _group_by_reason("Images", [(reason, group.name) for group in sharing])
+
+
+def startup_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line on groups whose seconds lack start-up."""
+    reason = "without start-up, which older versions did not record"
+    return _group_by_reason("Seconds", [(reason, group.name) for group in groups if group.startup is None])
 
 
 def _group_by_reason(what: str, reasons: Sequence[tuple[str, str]]) -> list[str]:

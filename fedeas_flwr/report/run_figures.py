@@ -14,11 +14,12 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, score_of
 from fedeas_flwr.report.style import INK, MATH_LABELS, WIDTHS, LineStyle, tidy, within
-from fedeas_flwr.runs.metrics import WALL_CLOCK
+from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK
 
 MAX_CLASSES_NAMED = 20
 MAX_CELLS_NUMBERED = 300
 _PHASES = {
+    STARTUP: ("start-up", "#d9dee3"),
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
     "end_wait": (MATH_LABELS[1], "#4f9d69"),
@@ -141,7 +142,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
 def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
     """Draw two bars per group: the wall-clock time by phase, and the summed work of the clients."""
     places = np.arange(len(groups), dtype=float)
-    for phases, shift in ((WALL_CLOCK, -0.2), (CLIENT_WORK, 0.2)):
+    for phases, shift in (((STARTUP, *WALL_CLOCK), -0.2), (CLIENT_WORK, 0.2)):
         left = np.zeros(len(groups))
         for phase in phases:
             seconds = np.array([group.seconds(phase) for group in groups])

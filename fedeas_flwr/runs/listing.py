@@ -88,13 +88,13 @@ def describe(run: RunDirectory) -> dict[str, Any]:
     """Return one run as a row; a damaged or unreadable run (of another version) has a row too."""
     files = [found for path in files_of_run(run.path) if (found := _stat(path))]
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
-    row |= {"last_20": None, "peak": None, "images": None, "missing_replies": None, "gaps": ""}
+    row |= {"last_20": None, "final": None, "peak": None, "images": None, "missing_replies": None, "gaps": ""}
     try:
         row["rounds_done"] = len(run.rounds())
         config = run.config()
         row["rounds"] = config.rounds
         if summary := summarise_so_far(run, config):
-            row |= {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
+            row |= {key: summary[key] for key in ("last_20", "final", "peak")} | {"images": summary["total_generated"]}
             row |= {"missing_replies": summary["failures"], "gaps": summary.get("gaps", "")}
     except RunError as error:
         could_be_read = row["rounds"] is not None or not is_run(run.path)

@@ -16,6 +16,8 @@ WALL_CLOCK = ("clients", "aggregate", "end_wait")
 checkpoint) if it was still running when this round's clients had finished, and by its own Γ̂ and evaluation when they do
 not run in the background.
 """
+STARTUP = "startup"
+"""Phase before the first round of each start of a run, from the launch on. Older versions did not record it."""
 BACKGROUND_PHASES = ("gamma_hat", "evaluate")
 """Γ̂ and evaluation, mostly in the background of the next round: do not add them to the other phases."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,7 +37,8 @@ class RunStatus:
         """Write the status of the run, unless it is interrupted after it has ended.
 
         A running run lists its processes (a launcher, and the ServerApp that it started) and is running while one of
-        them is alive. A lock keeps these processes from overwriting each other's status.
+        them is alive. It keeps the time of its first process's start. A lock keeps these processes from overwriting
+        each other's status.
 
         Parameters
         ----------
@@ -58,10 +60,19 @@ class RunStatus:
             if status == "interrupted" and self._has_ended():
                 return
             if status == "running":
+                found["since"] = time.time() if pid else time.time() - self.seconds_since_start()
                 this = identify(pid)
                 others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
                 found["processes"] = [*others, this]
             self.write_json("status.json", found)
+
+    def seconds_since_start(self) -> float:
+        """Return the seconds since the running run was launched, or started if it has no launcher; else 0."""
+        try:
+            since = self.read_json("status.json")["since"] if self.state() == "running" else time.time()
+            return max(0.0, time.time() - float(since))
+        except (RunError, KeyError, TypeError, ValueError, OverflowError):
+            return 0.0
 
     def _has_ended(self) -> bool:
         """Return whether the status is final: the launcher may still resume a run whose processes died."""

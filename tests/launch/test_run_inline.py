@@ -257,6 +257,9 @@ def test_resume_continues_failed_and_extended_runs(tmp_path: Path) -> None:
     run.set_status("failed", "an old reason")
     again = finish(quick(tmp_path / "r", policy="none", rounds=3, resume=True))
     assert again.summary()["rounds"] == 3
+    startup = [record["seconds"].get("startup", 0.0) for record in again.rounds()]
+    assert [seconds > 0 for seconds in startup] == [True, False, True], "once for each start"
+    assert again.summary()["seconds"]["startup"] == pytest.approx(sum(startup), abs=1e-3)
     with pytest.raises(RunError, match="already holds a run"):
         finish(quick(tmp_path / "r", policy="none", rounds=3))
 

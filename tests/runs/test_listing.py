@@ -342,6 +342,20 @@ def test_tables_cut_no_name_or_date_in_80_columns(
     assert "disclose-label-counts" in output_at_width("keys")
 
 
+def test_listing_shows_final_and_last_20_of_long_runs_only(
+    tmp_path: Path, output_at_width: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/20").absolute(), [0.2, *[0.6] * 19])
+    head, row, _ = output_at_width("runs", "ls", columns=120).splitlines()
+    assert "last-20" not in head and re.search(r"final % +peak %", head)
+    assert re.search(r"finished +20/20 +60\.0 +60\.0 ", row), "last-20 would be the mean of all rounds"
+    write_run(Path("runs/21").absolute(), [0.2, *[0.4] * 19, 0.6])
+    head, *rows, _ = output_at_width("runs", "ls", columns=120).splitlines()
+    assert re.search(r"last-20 % +final % +peak %", head)
+    assert re.search(r" 20/20 +- +60\.0 +60\.0 ", rows[0]) and re.search(r" 21/21 +41\.0 +60\.0 +60\.0 ", rows[1])
+
+
 @pytest.mark.parametrize("columns", [10, 40, 50])
 def test_tables_exceed_narrow_terminals_instead_of_cutting(
     tmp_path: Path, output_at_width: Callable[..., str], monkeypatch: pytest.MonkeyPatch, columns: int
@@ -365,7 +379,7 @@ def test_report_table_cuts_no_name_or_number(tmp_path: Path, output_at_width: Ca
     table = output_at_width("report", str(tmp_path), columns=columns).splitlines()[:-1]
     text = " ".join(table)
     assert text.count("generator = ") == 2 and text.count("12,345") == 2
-    assert [text.count(word) for word in ("51.0", "52.0", "±", "1.4")] == [2, 2, 4, 4]  # last-20 and peak
+    assert [text.count(word) for word in ("51.0", "52.0", "±", "1.4")] == [3, 3, 6, 6]  # mean, final and peak
     assert all("".join(line.split("  ")[0] for line in table).count(name) == 1 for name in names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -31,6 +32,27 @@ def test_interrupt_of_a_run_whose_processes_died_is_recorded(tmp_path: Path) -> 
     run.set_status("failed", "killed", died=True)  # the launcher may still resume it
     run.set_status("interrupted")
     assert run.status()[0] == "interrupted"
+
+
+def test_start_of_a_run_is_its_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.time", lambda: now)
+    run = RunDirectory.start(small(tmp_path / "r"), {})
+    now = 130.0
+    run.set_status("running")  # the ServerApp's
+    now = 142.0
+    assert run.seconds_since_start() == 42.0
+    run.set_status("running", pid=os.getpid())  # started again, after processes died
+    assert run.seconds_since_start() == 0.0
+    run.set_status("interrupted")
+    now = 200.0
+    run.set_status("running")  # resumed
+    now = 201.0
+    assert run.seconds_since_start() == 1.0
+    now = 0.0  # the clock was set back
+    assert run.seconds_since_start() == 0.0
+    run.set_status("finished")
+    assert run.seconds_since_start() == 0.0, "a run that does not run has no start"
 
 
 def test_concurrent_status_writers_do_not_overwrite_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
