@@ -89,7 +89,7 @@ def _level_titles(figure: Figure) -> Figure:
 
 def draw_motivation(setting: Setting) -> Figure:
     """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
-    figure, left, right = _pair("Images to generate per client", "Accuracy with the same number of images")
+    figure, left, right = _pair("Images to generate per client", "Accuracy by policy")
     draw_demand(left, setting.path, setting.generated, setting.beta)
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
