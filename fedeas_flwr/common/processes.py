@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,9 @@ import psutil
 
 MARK = "FEDEAS_LAUNCH"
 """Environment variable that every process of a launch inherits, wherever it is re-parented to."""
+
+_MAX_END = 30.0
+"""Seconds after which `ProcessTree.end` gives up on processes that do not die."""
 
 
 class ProcessTree:
@@ -45,15 +49,19 @@ class ProcessTree:
         self._known = known | found
 
     def end(self) -> None:
-        """Kill all of them: the run is over or abandoned, and Ray takes seconds to shut down."""
+        """Kill all of them and wait until they have ended; Ray would take seconds to shut down.
+
+        Ancestors are killed first, which usually have lower pids: Ray's raylet replaces workers that die before it.
+        """
         with ignore_sigint():
-            for _ in range(3):  # a process may start another one meanwhile
+            deadline = time.monotonic() + _MAX_END
+            while time.monotonic() < deadline:  # a process may start another one meanwhile
                 self._known.update(with_variable(MARK, self._mark))
                 self.note()
                 alive = [process for process in self._known if _is_alive(process)]
                 if not alive:
                     return
-                for process in alive:
+                for process in sorted(alive, key=lambda process: process.pid):
                     with suppress(psutil.Error):
                         process.kill()
                 psutil.wait_procs(alive, timeout=5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -69,6 +71,34 @@ def test_process_tree_keeps_descendants_of_dead_processes(root: subprocess.Popen
     assert sorted(reads) == sorted([root.pid, *(orphan.pid for orphan in orphans)])
     tree.end()
     assert not any(orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE for orphan in orphans)
+
+
+REPLACING = """
+import subprocess, sys, time
+children = [subprocess.Popen(["sleep", "600"]) for _ in range(5)]
+while True:
+    children = [child if child.poll() is None else subprocess.Popen(["sleep", sys.argv[1]]) for child in children]
+    time.sleep(0.01)
+"""
+"""A process that replaces its dead children, as Ray's raylet does; none of them has the mark in its environment."""
+
+
+def test_process_tree_ends_parents_before_they_replace_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"600.{os.getpid()}"  # of the replacements
+    root = subprocess.Popen([sys.executable, "-S", "-c", REPLACING, name])
+    wait_until(lambda: len(psutil.Process(root.pid).children()) == 5, "all processes have started")
+    kill = psutil.Process.kill
+
+    def kill_and_wait(self: psutil.Process) -> None:
+        kill(self)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(psutil.Process, "kill", kill_and_wait)
+    ProcessTree(root, "mark").end()
+    left = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", name]]
+    for process in left:
+        kill(process)
+    assert left == []
 
 
 def test_reused_pid_does_not_belong_to_the_process_tree(root: subprocess.Popen[bytes]) -> None:
