@@ -72,14 +72,14 @@ def check_other_ray(config: RunConfig) -> Iterable[Finding]:
 
 def check_shares(config: RunConfig) -> Iterable[Finding]:
     """Report the GPU share of each client, and check that they leave the generator its share."""
+    if not on_gpu(config) and not config.ray_address:
+        return []
     if config.backend == "inline":
         return [note("GPU shares", "none: backend = 'inline' runs all clients in one process")]
     try:
         resources = ray_resources(config, on_gpu=True)
     except ValueError as error:
-        if on_gpu(config):
-            return [problem("GPU shares", error, _DEFAULTS)]
-        return [note("GPU shares", f"on a machine with a GPU: {error}", _DEFAULTS)]
+        return [problem("GPU shares", error, _DEFAULTS)]
     share = resources["client-resources-num-gpus"]
     fitting = int(1 / share + 1e-6)
     actors = int(resources.get("init-args-num-cpus", fitting))  # not set for a cluster
@@ -87,8 +87,6 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
     text = f"{counted(clients, 'client')} × {share:g}, {GENERATOR_GPU_FRACTION} for the generator"
     if config.ray_address:
         return [note("GPU shares", f"{text} on a GPU of the Ray at {config.ray_address}, which is not checked")]
-    if not on_gpu(config):
-        text += " (on a machine with a GPU)"
     if clients < config.actors:
         fix = f"gpu-share={reserve_generator_gpu(1 / actors):g} lets {config.actors} clients train in parallel"
         return [
