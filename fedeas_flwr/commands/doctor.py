@@ -34,7 +34,7 @@ def doctor(
     config = _read(words or [])
     from fedeas_flwr.doctor.findings import examine
 
-    findings = list(examine(config))
+    findings = examine(config)
     if output == "json":
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

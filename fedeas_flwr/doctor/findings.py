@@ -7,7 +7,7 @@ behind nothing. They are imported one by one, so that the doctor also works wher
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
@@ -50,6 +50,7 @@ class Finding:
     """One line of the doctor's report."""
 
     name: str
+    """Name of the check; several checks with the same finding are joined by commas."""
     state: Literal["ok", "problem", "note"]
     """``problem``: a run of this config would fail or run badly. ``note``: nothing to fix, but worth knowing."""
     text: str
@@ -72,8 +73,16 @@ def problem(name: str, text: str | Exception, fix: str) -> Finding:
     return Finding(name, "problem", one_line(text, 400) or type(text).__name__, fix)
 
 
-def examine(config: RunConfig) -> Iterator[Finding]:
-    """Yield the findings of every check in `CHECKS`; a check that raises becomes a problem."""
+def examine(config: RunConfig) -> list[Finding]:
+    """Return the findings of every check in `CHECKS`; those that say the same are one, with all their names."""
+    found: dict[Finding, list[str]] = {}
+    for finding in _examine(config):
+        found.setdefault(replace(finding, name=""), []).append(finding.name)
+    return [replace(finding, name=", ".join(names)) for finding, names in found.items()]
+
+
+def _examine(config: RunConfig) -> Iterator[Finding]:
+    """Yield the findings of every check; a check that raises becomes a problem."""
     for name, where in CHECKS.items():
         module, _, function = where.partition(".")
         try:

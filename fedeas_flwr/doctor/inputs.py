@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 
 _CLIENTS = 1000
-_UNKNOWN, _GIVE = "clients = 0: as many as the federation has", "give the number, such as clients=10"
 
 
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
@@ -39,6 +39,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
             return [note("dataset", f"{name} is not at {source.where}; the first run downloads it there", fix)]
         if source.where.suffix == ".npz" and not is_own(name):
             check_npz(name, source.where)
+        dataset_info(name)  # reads custom data
     except (OSError, ValueError) as error:
         return [problem("dataset", error, fix)]
     return [ok("dataset", f"{name}, {source.where}")]
@@ -49,6 +50,8 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     from fedeas_flwr.training.build import build_network
     from fedeas_flwr.training.models import imagenet_file
 
+    if not _is_readable(config.dataset):
+        return []
     text = f"{config.model}, weights {config.weights}"
     if config.model == "resnet18" and config.weights == "imagenet" and not imagenet_file().is_file():
         fix = f"put them there, or give weights=FILE.safetensors ({imagenet_file().name})"
@@ -62,12 +65,19 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     return [ok("model", text)]
 
 
+def _is_readable(dataset: str) -> bool:
+    """Return whether the dataset's classes and image shape are known; `check_dataset` reports why not."""
+    with suppress(OSError, ValueError):
+        return bool(dataset_info(dataset))
+    return False
+
+
 def check_strategy(config: RunConfig) -> Iterable[Finding]:
     """Check that the strategy works with the other keys and the number of clients."""
     from fedeas_flwr.strategies.registry import build_strategy
 
-    if not config.clients:
-        return [note("strategy", f"{config.strategy}, not checked; {_UNKNOWN}", _GIVE)]
+    if not config.clients:  # check_clients reports it
+        return []
     try:
         build_strategy(config)
     except ValueError as error:
@@ -89,7 +99,8 @@ def check_policy(config: RunConfig) -> Iterable[Finding]:
 def check_clients(config: RunConfig) -> Iterable[Finding]:
     """Check that the dataset can be partitioned; with over 1,000 clients, only that it has enough images."""
     if not config.clients:
-        return [ok("clients", _UNKNOWN)]
+        text = "clients = 0: as many as the federation has; strategy, last batches and plan are not checked"
+        return [note("clients", text, "give the number, such as clients=10")]
     if is_own(config.dataset):
         return [note("clients", f"{config.clients:,}; the number of images in {config.dataset} is not checked")]
     try:
@@ -126,7 +137,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     from fedeas_flwr.training.build import local_training_config
     from fedeas_flwr.training.models import build_model
 
-    if is_own(config.dataset) or config.clients > _CLIENTS:
+    if is_own(config.dataset) or not 0 < config.clients <= _CLIENTS:
         return []
     info = dataset_info(config.dataset)
     try:
@@ -135,8 +146,6 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return []
     if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return []
-    if not config.clients:
-        return [note("last batches", f"not checked; {_UNKNOWN}", _GIVE)]
     try:
         counts = _counts(config)
     except ValueError:  # check_clients reports it
@@ -161,6 +170,8 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
     """Check the generator without building its model."""
     if not config.generates:
         return [note("generator", f"not needed: policy = '{config.policy}' with β = {config.beta:g} generates nothing")]
+    if not _is_readable(config.dataset):
+        return []
     fix = (
         "generator=FOLDER in diffusers' format, as `fedeas train-generator` writes; or bank:DIR; see docs/generators.md"
     )
@@ -182,8 +193,8 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
-    if not config.clients:
-        return [note("plan", f"not checked; {_UNKNOWN}", _GIVE)]
+    if not config.clients:  # check_clients reports it
+        return []
     if config.clients > _CLIENTS:
         return [note("plan", f"not checked: more than {_CLIENTS:,} clients; see `fedeas plan`")]
     spec = config.generator_spec

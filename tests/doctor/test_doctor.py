@@ -211,8 +211,7 @@ def test_check_plan_needs_enough_bank_images(tmp_path: Path) -> None:
         assert only(inputs.check_plan, config(**{"generator": bank, **keys})).state == "ok"
     none = only(inputs.check_plan, config(generator=bank, beta=0.01))
     assert (none.state, none.text[:9]) == ("note", "no images") and "β = 0.01" in none.text
-    for clients in (0, 2000):
-        assert only(inputs.check_plan, config(generator=bank, clients=clients)).state == "note"
+    assert only(inputs.check_plan, config(generator=bank, clients=2000)).state == "note"
     assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "check_generator already reports it"
 
 
@@ -267,9 +266,23 @@ def test_check_plan_reads_own_data_again_after_a_change(tmp_path: Path) -> None:
     assert found[0] != found[1]
 
 
-def test_checks_with_unknown_clients_report_no_problem() -> None:
-    given = config(clients=0, strategy="krum")
-    assert (only(inputs.check_strategy, given).state, only(inputs.check_clients, given).state) == ("note", "ok")
+def test_unknown_number_of_clients_is_one_note() -> None:
+    given = config(clients=0, strategy="krum", model="resnet18")
+    found = only(inputs.check_clients, given)
+    assert found.state == "note" and "strategy, last batches and plan are not checked" in found.text
+    assert "clients = 0" in found.text and "clients=10" in found.fix
+    for check in (inputs.check_strategy, inputs.check_last_batches, inputs.check_plan):
+        assert list(check(given)) == []
+
+
+@pytest.mark.parametrize("generator", ["/nowhere/model", "bank:/nowhere/bank"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_unreadable_own_data_is_one_problem(tmp_path: Path, generator: str, damaged: bool) -> None:
+    if damaged:
+        (tmp_path / "own.npz").write_bytes(b"no archive")
+    given = config(dataset=f"own:{tmp_path / 'own.npz'}", generator=generator, clients=4, model="resnet18")
+    (found,) = [finding for finding in findings_module.examine(given) if finding.state == "problem"]
+    assert found.name == "dataset" and str(tmp_path / "own.npz") in found.text
 
 
 def test_check_last_batches_names_the_smallest_batch(tmp_path: Path) -> None:
@@ -284,8 +297,6 @@ def test_check_last_batches_names_the_smallest_batch(tmp_path: Path) -> None:
     )
     assert "3 of 20 clients" in filled.text and "client 8 with 2 of its 1,026" in filled.text
     assert only(inputs.check_last_batches, config(**paper, min_batch=8)).state == "ok"
-    unknown = only(inputs.check_last_batches, config(**paper | {"clients": 0}))
-    assert unknown.state == "note" and "clients = 0" in unknown.text and "clients=" in unknown.fix
     without = config(**paper | {"model": "users_models:tiny"})
     for other in (without, config(**paper | {"model": "nowhere:net"})):
         assert list(inputs.check_last_batches(other)) == []
@@ -313,11 +324,13 @@ def test_doctor_without_torch_prints_every_line(tmp_path: Path) -> None:
     code = (
         "import json, sys; sys.modules['torch'] = None; from fedeas_flwr.config import parse_config;"
         "from fedeas_flwr.doctor.findings import examine;"
-        "print(json.dumps([[f.name, f.state, f.text, f.fix] for f in examine(parse_config({}))]))"
+        "print(json.dumps([[f.name, f.state, f.text, f.fix] for f in examine(parse_config({'clients': 10}))]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = {name: (state, text, fix) for name, state, text, fix in json.loads(done.stdout)}
+    lines = json.loads(done.stdout)
+    assert len([text for _, _, text, _ in lines if "import of torch halted" in text]) == 2, "one cause, one line"
+    found = {name: (state, text, fix) for names, state, text, fix in lines for name in names.split(", ")}
     assert found["python"][0] == "ok"
     assert found["torch with torchvision"][0] == "problem" and "torch" in found["torch with torchvision"][1]
     assert found["GPU"] == (
