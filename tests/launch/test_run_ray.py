@@ -114,10 +114,12 @@ def test_ctrl_c_under_ray_ends_all_processes_and_run_resumes(tmp_path: Path, dig
     folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
+    before = flower_processes()
     child = start_interruptible(command, env=PausedRun(tmp_path, 20).environment)
     wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=LONG)
+    assert flower_processes() <= before, "it returned before its processes had ended"
     assert child.returncode == 130
     assert "fedeas resume" in errors
     assert "Traceback" not in errors
