@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import absolute_in
+from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.config import TEXT_KEYS, RunConfig, parse_config
 
 
@@ -43,7 +44,8 @@ def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
 def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a TOML file of run-config keys and apply ``key=value`` overrides.
 
-    A relative run-dir is resolved against the working directory.
+    Relative paths in the file are resolved against its folder. Those of overrides are relative to the working
+    directory, and a run-dir among them is resolved against it.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -51,10 +53,30 @@ def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits and deep nesting
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
-    values |= parse_overrides(overrides)
-    if isinstance(folder := values.get("run-dir"), str) and folder:
-        values["run-dir"] = str(expanded(folder, "run-dir").absolute())
-    return values
+    given = parse_overrides(overrides)
+    run_dir = {key: given[key] for key in given.keys() & {"run-dir"}}
+    return absolute_paths(values, path.parent) | given | absolute_paths(run_dir, Path())
+
+
+def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return run-config values with their relative paths resolved against a folder."""
+    found = dict(values)
+    for key, (prefix, names) in _PATHS.items():
+        value = values.get(key)
+        if isinstance(value, str) and value.startswith(prefix) and value not in ("", prefix, *names):
+            found[key] = prefix + absolute_in(folder, value.removeprefix(prefix), key)
+    if isinstance(generator := values.get("generator"), str) and generator:
+        found["generator"] = GeneratorSpec.parse(generator).absolute(folder)
+    return found
+
+
+_PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dataset": ("own:", ()),
+    "data-dir": ("", ()),
+    "weights": ("", ("none", "imagenet")),
+    "run-dir": ("", ()),
+}
+"""Keys whose values are paths → what precedes the path, and values that are no path. `GeneratorSpec` has another."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from runners import run_in_process
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import KEYS, SAMPLER_STEPS, RunConfig, parse_config
-from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.config_files import parse_overrides, read_config, read_values
 from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
 
@@ -156,15 +156,48 @@ def test_disclosure_keys_accept_only_booleans(value: object) -> None:
         parse_config({"disclose-mean-images": value})
 
 
-def test_run_dir_is_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `flwr run`, whose processes start in another folder, it must be absolute."""
+def test_run_dir_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `flwr run`, whose processes start in another folder, it must be given so."""
     monkeypatch.chdir(tmp_path)
-    Path("my.toml").write_text('run-dir = "in the file"')
-    assert read_config(Path("my.toml")).run_dir == str(tmp_path / "in the file")
-    assert read_config(Path("my.toml"), ["run-dir=runs/a"]).run_dir == str(tmp_path / "runs" / "a")
-    assert read_config(Path("my.toml"), ["run-dir="]).run_dir == ""
+    (tmp_path / "conf").mkdir()
+    conf = Path("conf/my.toml")
+    conf.write_text('run-dir = "in the file"')
+    assert read_config(conf).run_dir == str(tmp_path / "conf" / "in the file")
+    assert read_config(conf, ["run-dir=runs/a"]).run_dir == str(tmp_path / "runs" / "a")
+    assert read_config(conf, ["run-dir="]).run_dir == ""
     with pytest.raises(ConfigError, match="run-dir = 'runs/a': must be an absolute path"):
         parse_config({"run-dir": "runs/a"})
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({"generator": "../generators/x"}, "{}/generators/x"),
+        ({"generator": "bank:images.npz"}, "bank:{}/conf/images.npz"),
+        ({"generator": "sd-turbo:/models/turbo"}, "sd-turbo:/models/turbo"),
+        ({"generator": "sd-turbo"}, "sd-turbo"),
+        ({"generator": "builtin"}, "builtin"),
+        ({"generator": "my.package:Name"}, "my.package:Name"),
+        ({"dataset": "own:photos.npz"}, "own:{}/conf/photos.npz"),
+        ({"dataset": "own:~/photos.npz"}, "own:/home/me/photos.npz"),
+        ({"dataset": "cifar10"}, "cifar10"),
+        ({"dataset": "mnist"}, "mnist"),
+        ({"data-dir": "data"}, "{}/conf/data"),
+        ({"data-dir": ""}, ""),
+        ({"weights": "w.safetensors"}, "{}/conf/w.safetensors"),
+        ({"weights": "imagenet"}, "imagenet"),
+    ],
+)
+def test_paths_in_a_file_are_relative_to_its_folder(
+    value: dict[str, str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    conf, ((key, text),) = Path("conf/my.toml"), value.items()
+    conf.write_text(f'{key} = "{text}"')
+    assert read_values(conf)[key] == found.format(tmp_path)
+    assert read_values(conf, [f"{key}={text}"])[key] == text, "relative to the working directory"
 
 
 @pytest.mark.parametrize(

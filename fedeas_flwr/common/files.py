@@ -67,6 +67,11 @@ def expanded(path: str | Path, key: str = "") -> Path:
         raise ValueError(f"{named}: its home folder is unknown; give the full path") from None
 
 
+def absolute_in(folder: Path, path: str, key: str) -> str:
+    """Return a path of a user, which may be relative to ``folder``, as an absolute one; see `expanded`."""
+    return os.path.normpath(folder.absolute() / expanded(path, key))
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import absolute_in
 from fedeas_flwr.common.import_path import is_import_path
 
 
@@ -31,10 +32,10 @@ class GeneratorSpec(NamedTuple):
         """Return whether it is a diffusion model of this package, which the sampler's keys apply to."""
         return self.kind in ("builtin", "folder")
 
-    def absolute(self) -> str:
-        """Return the key's value with an absolute path: Flower's processes have another working directory."""
+    def absolute(self, folder: Path) -> str:
+        """Return the key's value with a path that is relative to ``folder`` made absolute."""
         if self.kind == "folder":
-            return str(expanded(self.where, "generator").absolute())
+            return absolute_in(folder, self.where, "generator")
         if self.kind in ("bank", "sd-turbo"):
-            return f"{self.kind}:{expanded(self.where, 'generator').absolute()}" if self.where else self.kind
+            return f"{self.kind}:{absolute_in(folder, self.where, 'generator')}" if self.where else self.kind
         return self.where or self.kind

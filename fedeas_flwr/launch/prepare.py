@@ -12,11 +12,10 @@ from rich.console import Console
 
 from fedeas_flwr.common.devices import configure_torch, pick_device
 from fedeas_flwr.common.errors import ConfigError, RunError
-from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import show_bytes, show_seconds
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import absolute_paths
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
-from fedeas_flwr.data.sources import OWN, is_own
 from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
@@ -45,7 +44,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     check_config(config)
     if config.ray_address:
         _check_ray_address(config.ray_address)
-    config = _with_absolute_paths(config)
+    # Flower's processes and `fedeas resume` start in other folders.
+    config = parse_config(absolute_paths(config.to_user_dict(), Path()))
     if config.run_dir:
         run = RunDirectory(Path(config.run_dir))
         run.check_ready(config)
@@ -165,18 +165,6 @@ def check_disk_space(config: RunConfig, counts: Labels, generator: Generator, co
         console.print(f"warning: the plan has {empty_plan_message(config)}", highlight=False, soft_wrap=True)
     for entry in ensure_space(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
         console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the config with absolute paths: Flower's processes and `fedeas resume` start in other folders."""
-    changes = {"data_dir": str(expanded(config.data_dir, "data-dir").absolute()) if config.data_dir else ""}
-    if config.generates:
-        changes["generator"] = config.generator_spec.absolute()
-    if is_own(config.dataset):
-        changes["dataset"] = OWN + str(expanded(config.dataset.removeprefix(OWN), "dataset").absolute())
-    if config.weights not in ("none", "imagenet"):
-        changes["weights"] = str(expanded(config.weights, "weights").absolute())
-    return config.with_changes(**changes)
 
 
 def ensure_digits_generator(console: Console) -> None:

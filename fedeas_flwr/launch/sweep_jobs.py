@@ -27,6 +27,7 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.processes import ignore_sigint
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config_files import absolute_paths
 from fedeas_flwr.launch.mps import gpu_shared_by
 from fedeas_flwr.launch.sweep import Sweep, SweepRun
 from fedeas_flwr.launch.watchdog import is_watchdog
@@ -285,7 +286,8 @@ def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
     if not begun:
         RunDirectory.start(cell.config, describe_environment("not known yet"))
         run.set_status("interrupted")  # unregisters the sweep, which stopping the run would otherwise kill
-    atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.to_user_dict()).encode())
+    values = absolute_paths(cell.config.to_user_dict(), Path())
+    atomic_write(run.path / "run.toml", tomli_w.dumps(values).encode())
     with (run.path / "output.log").open("wb") as log:
         process = subprocess.Popen(
             command_of(run.path / "run.toml", resume=begun),

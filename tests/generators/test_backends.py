@@ -160,7 +160,7 @@ def test_too_small_bank_is_rejected_at_start(tmp_path: Path, backend: str) -> No
 def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["builtin", "sd-turbo", "bank:b", "sd-turbo:/m", "folder"]
-    assert [GeneratorSpec.parse(s).absolute() for s in given] == [
+    assert [GeneratorSpec.parse(s).absolute(Path()) for s in given] == [
         "builtin", "sd-turbo", f"bank:{tmp_path}/b", "sd-turbo:/m", f"{tmp_path}/folder"
     ]  # fmt: skip
 

@@ -43,7 +43,7 @@ WRONG = {
 def test_spec_is_taken_apart(text: str, kind: str, where: str) -> None:
     spec = GeneratorSpec.parse(text)
     assert (spec.kind, spec.where) == (kind, where)
-    assert GeneratorSpec.parse(spec.absolute()).kind == kind
+    assert GeneratorSpec.parse(spec.absolute(Path())).kind == kind
 
 
 def test_own_generators_images_are_trained_on_and_cached(tmp_path: Path) -> None:

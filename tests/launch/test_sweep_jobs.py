@@ -21,6 +21,7 @@ from waiting import LONG, wait_until
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import show_seconds
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.launch import sweep_jobs
 from fedeas_flwr.launch.sweep import SweepRun, make_sweep
 from fedeas_flwr.launch.sweep_jobs import Job, RunProgress, SweepStatus, run_sweep
@@ -114,6 +115,16 @@ def test_rejected_run_is_not_retried(quick: Path) -> None:
     assert watcher.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
     assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
     assert failed.run.status() == ("failed", "what was given is wrong")
+
+
+def test_runs_of_a_sweep_have_the_paths_of_its_command_line(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = make_sweep(base(), ["generator=generators/a"], quick)
+    assert run_sweep(sweep, 1, 0, RecordingWatcher()) == []
+    written = read_config(sweep.cells[0].run.path / "run.toml")
+    assert written.generator == str(tmp_path / "generators" / "a")
 
 
 DAMAGES: dict[str, tuple[str | None, str]] = {
