@@ -111,6 +111,7 @@ def start_superlink(
 
     If ``isolated``, the SuperLink and all it starts run in their own network namespace.
     """
+    stack.callback(ProcessTree(None, mark).end)  # also ends what Ctrl-C interrupts before the callback below
     for _ in range(_PORT_TRIES):
         port = free_port()
         superlink = _spawn_superlink(port, environment, folder, log, inside() if isolated else [])

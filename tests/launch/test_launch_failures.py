@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from rich.console import Console
 from runners import quick
 
 from fedeas_flwr.common.errors import RunFailedError
-from fedeas_flwr.launch import prepare, run
+from fedeas_flwr.common.processes import MARK
+from fedeas_flwr.launch import prepare, run, superlink
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.server_app import log_to
 
@@ -38,6 +41,25 @@ def test_launch_that_fails_records_the_failure(
     with pytest.raises(type(error)):
         run.launch(quick(tmp_path / "r", policy="none", backend="ray"), Console(file=io.StringIO()))
     assert RunDirectory(tmp_path / "r").status() == ("failed", str(error))
+
+
+def test_ctrl_c_while_the_superlink_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def spawn(*_: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "600"], env={MARK: str(tmp_path)}))
+        return started[0]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(superlink, "_spawn_superlink", spawn)
+    monkeypatch.setattr(superlink, "watchdog", interrupt)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        superlink.start_superlink({}, tmp_path, None, str(tmp_path), stack, RunDirectory(tmp_path))
+    ended = started[0].poll() is not None
+    started[0].kill()
+    assert ended
 
 
 def test_status_from_a_file_is_one_short_line(tmp_path: Path) -> None:
