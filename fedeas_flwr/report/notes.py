@@ -10,7 +10,10 @@ from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_effic
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, limit_notes, sharing_notes)
+    makers = (
+        *(unfinished_notes, gap_notes, generator_notes, no_gain_notes, seed_notes),
+        *(absence_notes, limit_notes, sharing_notes),
+    )
     return [note for make in makers for note in make(groups)]
 
 
@@ -37,6 +40,13 @@ def gap_notes(groups: Sequence[Group]) -> list[str]:
         for member in group.members
         if "gaps" in member.summary
     ]
+
+
+def generator_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each warning of a generator: a gain from images of noise is no effect of the images."""
+    members = [(member, group.name) for group in groups for member in group.members]
+    warnings = [(member.run.generator_warning(), name) for member, name in members]
+    return _group_by_reason("Images", [(warning, name) for warning, name in dict.fromkeys(warnings) if warning])
 
 
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:
