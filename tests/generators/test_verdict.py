@@ -12,8 +12,12 @@ import pytest
 import torch
 from runners import run_in_process
 
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import open_dataset
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.data.node import SIMULATED, read_node
 from fedeas_flwr.doctor.inputs import check_generator
+from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.generators.diffusion.model_folder import VERDICT, read_warning
 from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
 from fedeas_flwr.generators.learn import verdict as verdict_module
@@ -117,3 +121,16 @@ def test_run_with_bad_generator_warns_everywhere(noise: tuple[Path, list[str]], 
     printed = run_in_process("report", f"{tmp_path}/r", "--out", str(tmp_path / "out")).stdout
     assert f"Images of FedEAS: {warning}" in printed.splitlines()
     assert f"Images of FedEAS: {warning}." in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_node_logs_the_warning_once(noise: tuple[Path, list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    """The server does not see a SuperNode's generator."""
+    config = parse_config({"clients": 4, "generator": str(noise[0]), "sampler-steps": 1})
+    plan, data = (1,) + (0,) * 9, federated_data(config, 4)
+    place: dict[str, Any] = {"partition-id": 0, "num-partitions": 4}
+    local_images(config, data, read_node(place | {SIMULATED: True}), plan, (), "", "", "cpu")
+    first = local_images(config, data, read_node(place), plan, (), "", "", "cpu")
+    local_images(config, data, read_node(place), plan, (), "", first.generator, "cpu")
+    assert [record.getMessage() for record in caplog.records if "rely" in record.getMessage()] == [
+        f"client 0: generator noise: {STOPPED}; do not rely on a gain from its images"
+    ]
