@@ -34,7 +34,7 @@ from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.flwr_run import is_plain_run, log_surroundings, warn_without_gpu_share
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.node_keys import read_node_keys
-from fedeas_flwr.generators.opening import hash_input_files
+from fedeas_flwr.generators.opening import generator_warning, hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.planning.run_plan import check_own_policy, describe_plan, planned_counts
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -96,7 +96,10 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
 
 def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> str:
     """Run the training; return its gaps (`describe_gaps`)."""
-    run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config))
+    warning = generator_warning(config)
+    if warning:
+        log(WARNING, "%s", warning)
+    run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config), warning)
     config = config.with_changes(clients=count_clients(grid, config))
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
     federation.restore(start)

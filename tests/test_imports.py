@@ -45,10 +45,9 @@ INNER_LAYERS = {
     "generators": [
         {"interface"},
         {"cache", "bank", "diffusion", "own"},
-        {"fill", "cache_maintenance", "sd_turbo"},
+        {"fill", "cache_maintenance", "sd_turbo", "classifier"},
         {"learn"},
         {"opening"},
-        {"classifier"},
         {"quality", "service"},
         {"ray_service"},
         {"client_images"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,7 @@ def train_generator(
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
-    device, out = configure_torch(device), out.absolute()
+    asked, device, out = device, configure_torch(device), out.absolute()
     dataset_info(dataset)  # raises for an unknown dataset
     chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, device)
 
@@ -56,7 +57,7 @@ def train_generator(
             text = f"preset {chosen.name}, the default on {device}; choose another with --preset"
             console.print(text, highlight=False, soft_wrap=True)
 
-    finished = train(
+    verdict = train(
         dataset,
         out,
         chosen,
@@ -73,6 +74,21 @@ def train_generator(
         on_start=print_preset,
         report=show_training(console, chosen.batch),
     )
-    if not finished:
+    if verdict is None:
         raise KeyboardInterrupt(f"stopped; resume with the same command and --resume ({out})")
-    console.print(f"generator: {out}", highlight=False, soft_wrap=True)
+    again = ["--data-dir", data_dir] if data_dir else []
+    again += ["--seed", str(seed)] if seed else []
+    again += ["--device", asked] if asked != "auto" else []
+    again += ["--half"] if half else []
+    longer = chosen.steps if verdict.steps < chosen.steps else 2 * verdict.steps
+    resume_words = ["train-generator", "--dataset", dataset, "--out", str(out), *again, "--resume", f"--steps={longer}"]
+    run_words = ["run", "conf/quickstart.toml", f"dataset={dataset}", f"generator={out}"]
+    run_words += [f"data-dir={data_dir}"] if data_dir else []
+    command = shlex.join(["fedeas", *(resume_words if verdict.warns else run_words)])
+    for line in (
+        f"generator: {out}",
+        f"verdict: {verdict.text}",
+        f"look at: {out / 'samples.png'}",
+        f"next: {command}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)

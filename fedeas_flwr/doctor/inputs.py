@@ -215,7 +215,7 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 def _model(config: RunConfig) -> Finding:
     from fedeas_flwr.common.devices import pick_device
-    from fedeas_flwr.generators.opening import check_for_run
+    from fedeas_flwr.generators.opening import check_for_run, generator_warning
 
     try:
         device = pick_device(config.device)
@@ -226,6 +226,8 @@ def _model(config: RunConfig) -> Finding:
         return _builtin()
     if config.generator_spec.kind == "import path":
         return ok("generator", config.generator)
+    if warning := generator_warning(config):
+        return note("generator", warning, "continue its training: `fedeas train-generator … --resume`")
     folder, info = expanded(config.generator, "generator"), dataset_info(config.dataset)
     return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +38,7 @@ _BATCH = 128
 _LINE_EVERY = 10.0
 _EPOCHS = {"small-cnn": 30, "resnet18": 15}
 _MAX_RAW = 20
+_MAX_PIXELS = {"cpu": 5_000_000, "cuda": 60_000_000}
 
 
 class Classifier:
@@ -106,6 +108,17 @@ def _independent_classifier(dataset_name: str, data_dir: str, origin: str, devic
     return classifier
 
 
+def small_classifier(dataset: Dataset, device: str = "cpu") -> Classifier:
+    """Train a small-cnn on at most `_MAX_PIXELS` of the train images, in minutes at most; store and test nothing."""
+    shape = dataset.x_train.shape[1:]
+    number = max(_BATCH, _MAX_PIXELS["cpu" if device == "cpu" else "cuda"] // (shape[0] * shape[1]))
+    chosen = np.random.default_rng(7919).permutation(len(dataset.y_train))[:number]
+    part = replace(dataset, x_train=dataset.x_train[chosen], y_train=dataset.y_train[chosen])
+    model = build_model("small-cnn", len(dataset.classes), (shape[0], shape[1], shape[2]), seed=7919)
+    _train(Classifier(part, model, device, 0.0), part, _EPOCHS["small-cnn"])
+    return Classifier(dataset, model, device, float("nan"))
+
+
 def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     model, random = classifier._model.train(), np.random.default_rng(7919)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
@@ -113,7 +126,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     steps = epochs * (len(dataset.y_train) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     flip = dataset_info(dataset.name).mirrored_keeps_class
-    logger.info("training the independent classifier of %s: %d steps", dataset.name, steps)
+    logger.info("training a classifier of %s: %d steps", dataset.name, steps)
     began = shown = time.monotonic()
     for epoch in range(epochs):
         order = random.permutation(len(dataset.y_train))[: steps // epochs * batch].reshape(-1, batch)

@@ -20,6 +20,7 @@ from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered, independent_classifier
 from fedeas_flwr.generators.fill import repeated
 from fedeas_flwr.generators.interface import Generator, LazyGenerator, describe_generator
+from fedeas_flwr.generators.opening import generator_warning
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.planning.run_plan import requested_images
@@ -99,6 +100,8 @@ def local_images(
     images, labels = data.train(node.part)
     made, rejected, generator = 0, 0, known
     if sum(generate):
+        if not (node.simulated or known) and (warning := generator_warning(config)):
+            logger.warning("client %d: %s", client, warning)
         source = _source(config, device, service, known)
         more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
 
@@ -134,6 +135,22 @@ def check_for_run(config: RunConfig, device: str) -> None:
         timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
     with _naming_keys():
         Settings(**_settings(config), device=device).check(folder, timesteps, embeddings, classes)
+
+
+def generator_warning(config: RunConfig) -> str:
+    """Return in one line the fault that the training of a run's generator ended with.
+
+    Empty if no fault was found, without a verdict (learn/verdict.py), and if the folder is not on this machine.
+    """
+    from fedeas_flwr.generators.diffusion.model_folder import read_warning
+
+    if not config.generates or config.generator_spec.kind != "folder":
+        return ""
+    folder = expanded(config.generator, "generator")
+    with suppress(OSError, ValueError):
+        if warning := read_warning(folder):
+            return one_line(f"generator {folder.name}: {warning}; do not rely on a gain from its images", MAX_LINE)
+    return ""
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

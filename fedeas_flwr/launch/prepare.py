@@ -21,7 +21,7 @@ from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.generators.interface import Generator, images_per_class
-from fedeas_flwr.generators.opening import check_for_run, open_for_run
+from fedeas_flwr.generators.opening import check_for_run, generator_warning, open_for_run
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
@@ -61,6 +61,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
         open_generator = own_generator if config.backend == "inline" else open_for_run
         generator = open_generator(config, device)
+        print_generator_warning(config, console)
         check_bank_covers_plan(config, counts, generator)
         check_disk_space(config, counts, generator, console)
         if config.min_class_agreement:
@@ -101,6 +102,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     with_model = [config for config in generating if config.generator_spec.kind != "bank"]
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
+        print_generator_warning(config, console)
     for config in _differing(configs, "dataset", "model", "stem", "weights"):
         build_network(config)
     for config in _differing(configs, "dataset", "data_dir"):
@@ -147,6 +149,12 @@ def _check_ray_address(address: str) -> None:
         raise ConfigError(
             f"ray-address = '{address}': cannot connect ({reason}); is the Ray head node running?"
         ) from None
+
+
+def print_generator_warning(config: RunConfig, console: Console) -> None:
+    """Print the warning that the generator's training ended with, if there is one."""
+    if warning := generator_warning(config):
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
 
 def check_bank_covers_plan(config: RunConfig, counts: Labels, generator: Generator) -> None:

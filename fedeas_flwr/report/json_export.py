@@ -41,6 +41,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "final": _spread_dict(group.spread("final")),
         "peak": _spread_dict(group.spread("peak")),
         "images": group.images,
+        "generator_warning": [member.run.generator_warning() for member in group.members],
         "not_made": [member.summary.get("not_made", []) for member in group.members],
         "gain_points": gain[0] if gain else None,
         "eta": gain[1] if gain else None,

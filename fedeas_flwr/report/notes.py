@@ -13,7 +13,7 @@ WEAK = "†"
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    gains = (no_gain_notes, seed_notes, weak_gain_notes)
+    gains = (generator_notes, no_gain_notes, seed_notes, weak_gain_notes)
     makers = (unfinished_notes, gap_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
     return [note for make in makers for note in make(groups)]
 
@@ -41,6 +41,13 @@ def gap_notes(groups: Sequence[Group]) -> list[str]:
         for member in group.members
         if "gaps" in member.summary
     ]
+
+
+def generator_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each warning of a generator: a gain from images of noise is no effect of the images."""
+    members = [(member, group.name) for group in groups for member in group.members]
+    warnings = [(member.run.generator_warning(), name) for member, name in members]
+    return _group_by_reason("Images", [(warning, name) for warning, name in dict.fromkeys(warnings) if warning])
 
 
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:

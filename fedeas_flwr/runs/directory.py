@@ -28,7 +28,7 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_keys import identity
 from fedeas_flwr.runs.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from fedeas_flwr.runs.files import CHECKPOINT, PREVIOUS_CHECKPOINT, holds_others_files
+from fedeas_flwr.runs.files import CHECKPOINT, PREVIOUS_CHECKPOINT, WARNING, holds_others_files
 from fedeas_flwr.runs.round_records import RoundLog, read_records
 from fedeas_flwr.runs.status import RunStatus, read_errors_as_run_error
 
@@ -44,7 +44,8 @@ class RunDirectory(RunStatus):
         remove_unfinished(run.path)
         with run._write_errors_as_run_error():
             run.path.mkdir(parents=True, exist_ok=True)
-            kept = {"classes": run.classes(), "files": run.files()} if config.resume else {}
+            kept: dict[str, Any] = {"classes": run.classes(), "files": run.files()} if config.resume else {}
+            kept |= {WARNING: warning} if config.resume and (warning := run.generator_warning()) else {}
             run._write_facts({"config": config.to_user_dict(), "environment": dict(environment), **kept})
         run.set_status("running")
         return run
@@ -126,14 +127,17 @@ class RunDirectory(RunStatus):
         found["config"]["clients"] = clients
         self._write_facts(found)
 
-    def record_inputs(self, dataset: str, classes: Sequence[str], files: Mapping[str, str]) -> None:
-        """Record the class names of the dataset and the hashes of the input files.
+    def record_inputs(
+        self, dataset: str, classes: Sequence[str], files: Mapping[str, str], generator_warning: str = ""
+    ) -> None:
+        """Record the class names of the dataset, the hashes of the input files and a warning of the generator.
 
         A resumed run must have the same class names. An input file may be missing, since the images made from it are
         in the cache.
         """
         self.check_classes(dataset, classes)
-        found = {"classes": classes, "files": {**self.files(), **files}}
+        found: dict[str, Any] = {"classes": classes, "files": {**self.files(), **files}}
+        found |= {WARNING: generator_warning} if generator_warning else {}
         self._write_facts({**self.facts(), **found})
 
     def check_classes(self, dataset: str, classes: Sequence[str]) -> None:
@@ -162,6 +166,10 @@ class RunDirectory(RunStatus):
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: files = {str(found)[:100]}")
         return found
+
+    def generator_warning(self) -> str:
+        """Return the warning of the run's generator; empty if there was none."""
+        return str(self.facts().get(WARNING, ""))
 
     def config(self) -> RunConfig:
         """Return the run-config that this run was started with."""

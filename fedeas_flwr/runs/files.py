@@ -1,6 +1,7 @@
 """The files that a run writes to its folder; no other file is ever removed.
 
-config.json            the run-config, the environment, the class names and the hashes of the input files
+config.json            the run-config, the environment, the class names, the hashes of the input files and, if its
+                       training ended with one, a warning of the generator
 rounds.jsonl           one JSON object per round
 checkpoint.safetensors everything the server needs to resume after the last checkpointed round
 checkpoint-previous.safetensors   the checkpoint before it, in case the last one is damaged
@@ -29,6 +30,8 @@ from pathlib import Path
 
 STATUS_LOCK = ".status.lock"
 CHECKPOINT, PREVIOUS_CHECKPOINT = "checkpoint.safetensors", "checkpoint-previous.safetensors"
+WARNING = "generator_warning"
+"""Key of config.json."""
 _SWEEP_FILES = ("run.toml", "output.log")
 _START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
@@ -61,7 +64,7 @@ def is_run(folder: Path) -> bool:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and set(found) - {"classes", "files", "digest"} == {"config", "environment"}
+    return isinstance(found, dict) and set(found) - {"classes", "files", WARNING, "digest"} == {"config", "environment"}
 
 
 def is_damaged_run(folder: Path) -> bool:

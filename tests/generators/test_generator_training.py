@@ -27,11 +27,12 @@ from fedeas_flwr.data.datasets import Dataset, open_dataset
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, WEIGHTS_NAME
 from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.generators.learn import run
+from fedeas_flwr.generators.learn import run, verdict
 from fedeas_flwr.generators.learn import trainer as trainer_module
 from fedeas_flwr.generators.learn.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
 from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer, _loss_weights, _rate
+from fedeas_flwr.generators.learn.verdict import Verdict
 
 TINY = dataclasses.replace(
     DIGITS,
@@ -41,6 +42,12 @@ TINY = dataclasses.replace(
     min_snr=5.0,
 )
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give verdicts without a classifier, which takes seconds to train; test_verdict.py tests them."""
+    monkeypatch.setattr(verdict, "_MIN_HELD_OUT", 1_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +138,13 @@ def test_minutes_limit_counts_total_wall_clock_time(digits: Dataset, monkeypatch
     assert (trainer.state.step, trainer.state.seconds) == (5, 2.5)
 
 
+def test_loss_curve_has_first_and_last_step(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, clock = Trainer(dataclasses.replace(TINY, log_every=20), digits), Clock()
+    monkeypatch.setattr(trainer_module, "time", clock)
+    assert trainer.run(minutes=1 / 60, between=lambda: bool(clock.sleep(0.25)))
+    assert [step for step, _ in trainer.state.curve] == [1, 4]
+
+
 def test_folder_holds_model_card_and_figures(tmp_path: Path) -> None:
     out = tmp_path / "g"
     assert train_generator("digits", out, TINY, steps=2, half=True)
@@ -200,13 +214,15 @@ def test_resumed_training_keeps_its_preset(tmp_path: Path, monkeypatch: pytest.M
     line = f"error: preset: 'paper' is not allowed; the checkpoint in {out} has 'cifar-small'\n"
     assert (other.returncode, other.stdout, other.stderr) == (2, "", line)
 
-    def train(dataset: str, out: Path, preset: Preset, **more: Any) -> bool:
+    def train(dataset: str, out: Path, preset: Preset, **more: Any) -> Verdict:
         asked.append(preset.name)
-        return True
+        return Verdict(10_000, 0.1, 1.0, None, None, "no fault found", False)
 
     monkeypatch.setattr(run, "train_generator", train)
     done = run_in_process(*args)
-    assert (done.returncode, done.stdout, asked) == (0, f"generator: {out}\n", ["cifar-small"])
+    lines = [f"generator: {out}", "verdict: no fault found", f"look at: {out / 'samples.png'}"]
+    lines.append(f"next: fedeas run conf/quickstart.toml dataset=cifar10 generator={out}")
+    assert (done.returncode, done.stdout.splitlines(), asked) == (0, lines, ["cifar-small"])
     monkeypatch.undo()
     full = run_in_process(*args[:-1])
     assert (full.returncode, full.stdout) == (2, "") and "is not empty; give --resume" in full.stderr
@@ -223,7 +239,7 @@ def test_resume_on_changed_data_is_rejected(tmp_path: Path, monkeypatch: pytest.
     def write(*classes: str, channels: int = 1) -> None:
         np.savez(own, x=x.repeat(channels, axis=3), y=np.arange(24) % len(classes), classes=np.array(classes))
 
-    def train(**settings: Any) -> bool:
+    def train(**settings: Any) -> Verdict | None:
         return train_generator(f"own:{own}", out, TINY, **settings)
 
     write("ant", "bee")

@@ -17,6 +17,8 @@ from fedeas_flwr.common.text import counted, one_line
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 CLASSES = "_fedeas_classes"
 """Key of a UNet's config: names of its training classes. diffusers keeps keys with an underscore and ignores them."""
+VERDICT = "_fedeas_verdict"
+"""Key of a UNet's config: the verdict on its training (learn/verdict.py). The fingerprint does not include it."""
 
 _NOISE_SCHEDULE_KEYS = (
     "num_train_timesteps",
@@ -56,6 +58,12 @@ def read_model(
 def weights_file(folder: Path) -> Path:
     """Return the path of a model's weights, which may be missing."""
     return folder / "unet" / WEIGHTS_NAME
+
+
+def read_warning(folder: Path) -> str:
+    """Return the verdict on a model's training if it found a fault; empty: no fault, or no verdict."""
+    verdict = read_json(folder / "unet" / "config.json").get(VERDICT)
+    return str(verdict.get("text", "")) if isinstance(verdict, dict) and verdict.get("warns") is True else ""
 
 
 def check_weights(weights: Path) -> None:

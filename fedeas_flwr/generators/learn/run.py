@@ -1,6 +1,6 @@
 """Train a generator in a folder with checkpoints, plots, the finished model and its card.
 
-unet/, scheduler/       the finished model in diffusers' format
+unet/, scheduler/       the finished model in diffusers' format, with the verdict on it (verdict.py) in unet/config.json
 README.md               its model card
 checkpoint.safetensors  state to resume from, with the loss curve; may be deleted after the training
 samples.png, loss.png   samples of the averaged weights, one row per class, and the loss so far
@@ -28,9 +28,11 @@ from fedeas_flwr.common.checked import read_checked, write_checked
 from fedeas_flwr.common.files import atomic_folder, atomic_write
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
+from fedeas_flwr.generators.diffusion.model_folder import VERDICT
 from fedeas_flwr.generators.learn.presets import Preset
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
+from fedeas_flwr.generators.learn.verdict import Verdict, judge
 
 CHECKPOINT = "checkpoint.safetensors"
 _OWNER = "generator training"
@@ -78,12 +80,12 @@ tags: [image-generation, class-conditional, {dataset}]
 Made by FedEAS on Flower with preset `{preset}`: {steps:,} steps of {batch} images, {seen:,} images in all,
 {seconds:.0f} s.
 
-- **Data**: the {num_train:,} train images of {dataset} ({split}). No test set was seen: the {num_test:,} test
-  images were not used.
+- **Data**: the {num_train:,} train images of {dataset} ({split}). No test set was seen: it was not
+  trained on the {num_test:,} test images.
 - **Data's licence**: {licence_text}
 - **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}, EMA weights in {precision}.
   Class {no_label} is "no label", for guidance; labels were dropped {dropout:.0%} of the time.
-{start}- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
+{start}{verdict}- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
 - **Seed**: {seed}.
 """
 
@@ -105,8 +107,8 @@ def train_generator(
     checkpoint_every: float = 300.0,
     on_start: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
-) -> bool:
-    """Train a generator into a folder; return whether the training finished. Ctrl-C ends it with a checkpoint.
+) -> Verdict | None:
+    """Train a generator into a folder; return the verdict on it. Ctrl-C ends it with a checkpoint and returns None.
 
     ``out`` must be empty or new, unless ``resume`` continues from its checkpoint. ``steps`` or ``minutes`` is the total
     length, the training before a resume included; neither: the preset's number of steps. ``half`` writes float16
@@ -145,16 +147,21 @@ def train_generator(
             return stopping.is_set()
 
         finished = trainer.run(steps=steps, minutes=minutes, report=report, between=between)
-    if finished:
-        write_checkpoint(out / CHECKPOINT, trainer, identity)
-        save_model(out, trainer, dataset, half=half)
-        draw_pictures(out, trainer, dataset)
-    return finished
+    if not finished:
+        return None
+    write_checkpoint(out / CHECKPOINT, trainer, identity)
+    verdict = judge(trainer, dataset, *draw_pictures(out, trainer, dataset))
+    save_model(out, trainer, dataset, half=half, verdict=verdict)
+    return verdict
 
 
-def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool = False) -> None:
-    """Write the averaged model in diffusers' format, with its card."""
+def save_model(
+    folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool = False, verdict: Verdict | None = None
+) -> None:
+    """Write the averaged model in diffusers' format, with its card and, if there is one, the verdict on it."""
     unet = trainer.averaged()
+    if verdict is not None:
+        unet.register_to_config(**{VERDICT: asdict(verdict)})
     parameters = sum(value.numel() for value in unet.parameters())
     if half:
         torch.nn.Module.half(unet)
@@ -184,6 +191,7 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
         no_label=len(dataset.classes),
         dropout=preset.label_dropout,
         start=_PRETRAINED.format(start=trainer.state.start) if trainer.state.start else "",
+        verdict=f"- **Verdict**: {verdict.text}.\n" if verdict else "",
         hardware=_hardware(trainer.device),
         torch=version("torch"),
         diffusers=version("diffusers"),

@@ -120,11 +120,13 @@ class Trainer:
                 step = self.state.step
                 done = step / steps if steps is not None else self.state.seconds / (60 * (minutes or 1))
                 if done >= 1:
+                    if losses:
+                        self._log(losses)
                     break
                 self.optimizer.param_groups[0]["lr"] = self.preset.learning_rate * _rate(self.preset, step, done)
                 losses.append(self._train_step(step))
                 self.state.step += 1
-                if self.state.step % self.preset.log_every == 0 or self.state.step == steps:
+                if self.state.step in (1, steps) or self.state.step % self.preset.log_every == 0:
                     self.state.seconds = earlier + time.monotonic() - began
                     loss = self._log(losses)
                     if report is not None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import atomic_path
 from fedeas_flwr.common.image_sheet import classes_to_show, save_sheet
 from fedeas_flwr.config import SAMPLER_STEPS
-from fedeas_flwr.data.datasets import Dataset, short_name
+from fedeas_flwr.data.datasets import Dataset, Images, Labels, short_name
 from fedeas_flwr.generators.diffusion.denoising import Denoiser
 from fedeas_flwr.generators.diffusion.sampler import initial_noise
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn.trainer import Trainer
 
 _GRID = 10
+"""Maximum number of classes, and minimum number of images per class, in samples.png."""
+_MIN_SAMPLES = 60
+"""Minimum number of images in samples.png, which the verdict is based on."""
 
 
-def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
-    """Write samples.png and loss.png."""
+def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> tuple[Images, Labels]:
+    """Write samples.png and loss.png; return the samples and their labels."""
     from matplotlib.figure import Figure
 
-    images = _sample_grid(trainer, dataset)
-    save_sheet(list(images.reshape(-1, _GRID, *images.shape[1:])), _GRID, folder / "samples.png")
+    classes = classes_to_show(len(dataset.classes), _GRID)
+    columns = max(_GRID, _MIN_SAMPLES // len(classes))
+    samples = [SampleId(0, 0, label, index) for label in classes for index in range(columns)]
+    images = _sample(trainer, dataset, samples)
+    save_sheet(list(images.reshape(-1, columns, *images.shape[1:])), columns, folder / "samples.png")
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
     axes = figure.subplots()
     axes.plot(*np.array(trainer.state.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
@@ -35,12 +41,11 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_path(folder / "loss.png") as temporary:
         figure.savefig(temporary, format="png")
+    return images, np.array([sample.label for sample in samples])
 
 
-def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
-    """Return `_GRID` images of each class, or of `_GRID` evenly spaced classes, without guidance."""
-    classes = classes_to_show(len(dataset.classes), _GRID)
-    samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
+def _sample(trainer: Trainer, dataset: Dataset, samples: Sequence[SampleId]) -> Images:
+    """Return images of the averaged weights, without guidance."""
     height, width, channels = dataset.x_train.shape[1:]
     schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}
     on_cuda = trainer.device.type == "cuda"
