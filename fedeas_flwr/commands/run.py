@@ -91,7 +91,7 @@ def start(config: RunConfig) -> RunDirectory:
 
 
 def print_summary(run: RunDirectory) -> None:
-    """Print a finished run's accuracy, number of images, gaps and privacy spent."""
+    """Print a finished run's accuracy, number of images, why it stopped early, gaps, privacy spent and warnings."""
     summary = run.summary()
     last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
     images = counted(summary["total_generated"], "image")
@@ -99,10 +99,15 @@ def print_summary(run: RunDirectory) -> None:
     limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
     line = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated{limited}"
     console.print(line, highlight=False)
+    if "stopped" in summary:
+        stopped = f"stopped after round {summary['rounds']} of {run.config().rounds} by {summary['stopped']}"
+        console.print(stopped, highlight=False, soft_wrap=True)
     if "gaps" in summary:
         console.print(f"finished, with gaps: {summary['gaps']}", highlight=False, soft_wrap=True)
     if "privacy" in summary:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
+    for name, why in run.warnings().items():
+        console.print(f"warning: callback {name} failed in {why}", highlight=False, soft_wrap=True)
 
 
 def show_privacy(spent: dict[str, Any]) -> str:

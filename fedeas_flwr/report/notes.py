@@ -10,7 +10,16 @@ from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_effic
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, limit_notes, sharing_notes)
+    makers = (
+        unfinished_notes,
+        stop_notes,
+        gap_notes,
+        no_gain_notes,
+        seed_notes,
+        absence_notes,
+        limit_notes,
+        sharing_notes,
+    )
     return [note for make in makers for note in make(groups)]
 
 
@@ -27,6 +36,17 @@ def unfinished_notes(groups: Sequence[Group]) -> list[str]:
 def _progress(member: Member) -> str:
     run = member.run
     return f"{run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, {run.state()}"
+
+
+def stop_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run that a callback stopped before its last round."""
+    return [
+        f"Stopped early: {member.run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, "
+        f"{member.summary['stopped']}"
+        for group in groups
+        for member in group.members
+        if "stopped" in member.summary
+    ]
 
 
 def gap_notes(groups: Sequence[Group]) -> list[str]:
