@@ -62,11 +62,11 @@ KEYS_CHANGEABLE_ON_RESUME = (
     "data-change",
     "restarts",
     "checkpoint-every",
-    "tensorboard",
+    "callbacks",
 )
 """Keys that may change when a run is resumed. None of them changes what a client computes on the same
 hardware. `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change which clients are
-averaged."""
+averaged, and `callbacks` which round is the last."""
 
 
 LAUNCHER_KEYS = ("cache-limit", "backend", "actors", "ray-address", "restarts", "mps", "gpu-share")
@@ -270,8 +270,9 @@ class RunConfig(BaseModel):
     """rounds between checkpoints"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device that models run on"""
-    tensorboard: bool = False
-    """also write the rounds to run-dir/tensorboard; needs the extra `tensorboard`"""
+    callbacks: str = ""
+    """objects that the server calls at the start, after every round and at the end, separated by commas: tensorboard,
+    wandb, mlflow, early-stop, metrics or package.module:name; arguments as in early-stop(target=0.8 patience=10)"""
     run_dir: str = ""
     """folder of this run; must be absolute with `flwr run`; empty: ./runs/NAME with `fedeas run`, otherwise a folder in
     the user cache"""

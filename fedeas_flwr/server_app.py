@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
@@ -17,6 +17,7 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedeas_flwr.callbacks.registry import Callbacks, open_callbacks
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.common.files import cache_hint
@@ -40,7 +41,6 @@ from fedeas_flwr.planning.run_plan import check_own_policy, describe_plan, plann
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import describe_result
-from fedeas_flwr.runs.tensorboard import event_log
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.evaluation import central_test
@@ -59,6 +59,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run one federated training to its end, from the start or from its checkpoint."""
     with user_errors_in_one_line(grid):
         config = parse_config(context.run_config)
+        callbacks = open_callbacks(config.callbacks)
         if not config.run_dir:
             config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
         if MARK not in os.environ:  # otherwise the launcher has checked this, and has opened the directory itself
@@ -73,13 +74,14 @@ def main(grid: Grid, context: Context) -> None:
             log(INFO, "Run directory: %s", run.path)
             if is_plain_run(grid):
                 log_surroundings(grid, config)
-            _run_recording_status(grid, config, run, device)
+            _run_recording_status(grid, config, run, device, callbacks)
 
 
-def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
+def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callbacks: Callbacks) -> None:
     """Run the training, and record its final status: finished, interrupted or failed."""
     try:
-        gaps = _run(grid, config, run, device)
+        with closing(callbacks):
+            _run(grid, config, run, device, callbacks)
     except (KeyboardInterrupt, SystemExit):  # Flower's own processes raise SystemExit on a signal
         run.set_status("interrupted")
         raise
@@ -89,13 +91,16 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
         raise
     finally:
         forget_kept_states()
-    log(WARNING if gaps else INFO, "The run finished%s", f", with gaps: {gaps}" if gaps else "")
-    log(INFO, "Result: %s; see %s", describe_result(run.summary()), run.path)
-    run.set_status("finished", gaps=gaps)
+    summary = run.summary()
+    gaps = summary.get("gaps", "")
+    stopped = f", stopped after round {summary['rounds']} by {summary['stopped']}" if "stopped" in summary else ""
+    log(WARNING if gaps else INFO, "The run finished%s%s", stopped, f", with gaps: {gaps}" if gaps else "")
+    log(INFO, "Result: %s; see %s", describe_result(summary), run.path)
+    run.set_status("finished", gaps=gaps, warnings=callbacks.warnings)
 
 
-def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> str:
-    """Run the training; return its gaps (`describe_gaps`)."""
+def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callbacks: Callbacks) -> None:
+    """Run the training."""
     warning = generator_warning(config)
     if warning:
         log(WARNING, "%s", warning)
@@ -116,10 +121,10 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> str:
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
             start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
-        with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
-            federation.on_round_end = write or federation.on_round_end
-            federation.fit(start, test)
-    return str(run.summary().get("gaps", ""))
+        federation.stopped = callbacks.start_run(config, run.rounds())
+        federation.on_round_end = callbacks.end_round
+        federation.fit(start, test)
+    callbacks.end_run(run.summary())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ LAYERS = [
     {"config"},
     {"config_keys", "config_files", "data"},
     {"planning", "training", "runs"},
-    {"strategies", "generators"},
+    {"strategies", "generators", "callbacks"},
     {"federation", "report"},
     {"client_app", "server_app"},
     {"launch"},
@@ -57,7 +57,7 @@ INNER_LAYERS = {
 
 FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
 TORCH = {
-    *("common/devices", "common/cuda", "runs/tensorboard", "training", "generators", "strategies"),
+    *("common/devices", "common/cuda", "callbacks/tensorboard", "training", "generators", "strategies"),
     *("federation/dissimilarity", "client_app", "server_app", "launch/resources", "doctor"),
 }
 RAY = {"generators/ray_service"}
@@ -65,7 +65,8 @@ RAY = {"generators/ray_service"}
 
 LIGHT = [
     *("allocation", "own_policies", "partition", "generators", "generators.interface", "generators.opening"),
-    *("generators.cache", "generators.fill", "planning.plan", "planning.run_plan", "report.plan_figures"),
+    *("generators.cache", "generators.fill", "callbacks.registry", "planning.plan", "planning.run_plan"),
+    "report.plan_figures",
     *("report.writing", "commands.app"),
 ]
 

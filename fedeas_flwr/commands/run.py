@@ -93,7 +93,7 @@ def start(config: RunConfig) -> RunDirectory:
 
 
 def print_summary(run: RunDirectory) -> None:
-    """Print a finished run's accuracy, number of images, gaps and privacy spent."""
+    """Print a finished run's accuracy, number of images, why it stopped early, gaps, privacy spent and warnings."""
     summary = run.summary()
     score, final, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "final", "peak"))
     images = counted(summary["total_generated"], "image")
@@ -101,10 +101,15 @@ def print_summary(run: RunDirectory) -> None:
     limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
     accuracy = f"accuracy: {score_name([summary['rounds']])} {score} · final {final} · peak {peak}"
     console.print(f"{accuracy} · {images} generated{limited}", highlight=False, soft_wrap=True)
+    if "stopped" in summary:
+        stopped = f"stopped after round {summary['rounds']} of {run.config().rounds} by {summary['stopped']}"
+        console.print(stopped, highlight=False, soft_wrap=True)
     if "gaps" in summary:
         console.print(f"finished, with gaps: {summary['gaps']}", highlight=False, soft_wrap=True)
     if "privacy" in summary:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
+    for name, why in run.warnings().items():
+        console.print(f"warning: callback {name} failed in {why}", highlight=False, soft_wrap=True)
 
 
 def show_privacy(spent: dict[str, Any]) -> str:

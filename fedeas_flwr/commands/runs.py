@@ -95,7 +95,8 @@ def show(
 
 
 def _show(found: Mapping[str, Any]) -> None:
-    console, reason = Console(), found["error"] or found["gaps"]
+    console = Console()
+    reason = found["error"] or "; ".join(filter(None, (found["stopped"], found["gaps"])))
     print(f"{found['path']}: {_state(found)}{f': {reason}' if reason else ''}")
     words = ("value", "default")
     changes = [(key, *(_as_json(change[word]) for word in words)) for key, change in found["changes"].items()]
@@ -149,7 +150,9 @@ def prune(
 
 
 def _state(row: Mapping[str, Any]) -> str:
-    return f"{row['state']}{', with gaps' if row['gaps'] and row['state'] == 'finished' else ''}"
+    if row["state"] != "finished":
+        return str(row["state"])
+    return f"finished{', stopped early' if row['stopped'] else ''}{', with gaps' if row['gaps'] else ''}"
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:

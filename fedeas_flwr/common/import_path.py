@@ -55,25 +55,31 @@ def parse_arguments(text: str, key: str) -> dict[str, Any]:
 
 def accepted_arguments(function: Any) -> frozenset[str] | None:
     """Return the names of the arguments that a function or class takes by keyword; None if it takes any name."""
-    parameters = signature(function).parameters.values()
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # no function or class, or one of C
+        return None
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword)
 
 
-def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any]) -> Any:
+def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], arguments_key: str = "") -> Any:
     """Call a user's function or class with arguments by keyword; raise `ConfigError`, naming the ``key``, if it fails.
 
-    The line names an argument that the function does not have, with those that it has.
+    The line names an argument that the function does not have, with those that it has; the key of the arguments is
+    ``key``-args by default. A `ConfigError` of the function is raised as it is.
     """
     accepted = accepted_arguments(function)
     for name in arguments:
         if accepted is not None and name not in accepted:
             allowed = ", ".join(sorted(accepted)) or "none"
-            raise ConfigError(f"{key}-args: {path!r} has no argument {name!r}; it has {allowed}")
+            raise ConfigError(f"{arguments_key or f'{key}-args'}: {path!r} has no argument {name!r}; it has {allowed}")
     try:
         return function(**arguments)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {path!r} raised {describe_error(error)}") from error
 

@@ -18,7 +18,7 @@ CHECKS = {
     "python": "packages.check_python",
     "packages": "packages.check_packages",
     "torch with torchvision": "packages.check_torch_pair",
-    "tensorboard": "packages.check_tensorboard",
+    "callbacks": "packages.check_callbacks",
     "GPU": "machine.check_gpu",
     "engine": "machine.check_engine",
     "CUDA MPS": "machine.check_mps",

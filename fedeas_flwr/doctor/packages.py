@@ -9,11 +9,11 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from fedeas_flwr.callbacks.registry import open_callbacks
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.project import read_project
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, ok, problem
-from fedeas_flwr.runs.tensorboard import check_installed
 
 SHOWN = ("torch", "torchvision", "flwr", "ray", "diffusers")
 REINSTALL = "pip install -c constraints.txt -e . in the project's folder, or `make`"
@@ -84,12 +84,12 @@ def check_torch_pair(config: RunConfig) -> Iterable[Finding]:
     return [ok(name, "they work together")]
 
 
-def check_tensorboard(config: RunConfig) -> Iterable[Finding]:
-    """Check that TensorBoard is installed if the run writes for it."""
-    if not config.tensorboard:
+def check_callbacks(config: RunConfig) -> Iterable[Finding]:
+    """Check that the callbacks of the run can be created."""
+    if not config.callbacks:
         return []
     try:
-        check_installed()
+        callbacks = open_callbacks(config.callbacks)
     except ConfigError as error:
-        return [problem("tensorboard", error, "install it, or set tensorboard=false")]
-    return [ok("tensorboard", "is installed")]
+        return [problem("callbacks", error, "fix or install it, or remove it from callbacks")]
+    return [ok("callbacks", f"{', '.join(callbacks.names)}: can be called")]

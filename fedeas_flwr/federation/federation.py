@@ -57,8 +57,10 @@ class Federation:
     training
         Runs one training round at a time.
     on_generation_done, before_checkpoint, on_round_end
-        Callbacks: after every client has generated its images, before client states must be on disk, and with the
-        record of each round.
+        Functions to call: after every client has generated its images, before client states must be on disk, and with
+        the record of each round. The last one may return why this round should be the run's last.
+    stopped
+        Why the run ends after the last recorded round, whatever `rounds` is; empty if it goes on.
     """
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
@@ -67,7 +69,8 @@ class Federation:
         self.training = TrainingRounds(self.clients, strategy, run)
         self.on_generation_done: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
-        self.on_round_end: Callable[[Mapping[str, Any]], None] = lambda record: None
+        self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
+        self.stopped = ""
 
     def restore(self, start: Checkpoint) -> None:
         """Load the server's state from ``start``.
@@ -95,6 +98,9 @@ class Federation:
         before the round after that starts: a client keeps the states that the last two checkpoints may need, not those
         of a third. States and replies are never changed in place, so both rounds can be read at the same time.
 
+        If `on_round_end` ends the run after a round, the round that trains meanwhile is dropped: the result does not
+        depend on which of them was faster, and a resumed run continues from the last recorded round.
+
         However training ends, the recorded rounds are kept, also those after the last checkpoint that was due.
         """
         if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.disclosing_clients():
@@ -107,24 +113,31 @@ class Federation:
         except BaseException:
             self._checkpoint_last_recorded_round()
             raise
+        self._checkpoint_last_recorded_round()  # of a run that was stopped; otherwise it was due
         self.run.save_model({**state.trainable, **state.buffers})
         spent = self._privacy_spent(state)
         self.run.save_summary(
-            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
+            {
+                **summarise(self.run.rounds(), self.config.threshold),
+                **({"stopped": self.stopped} if self.stopped and state.round < self.config.rounds else {}),
+                **({"privacy": spent} if spent else {}),
+            }
         )
 
     def _run_rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
-        """Train, evaluate and record round by round; return the state after the last."""
+        """Train, evaluate and record round by round; return the state after the last recorded round."""
         consecutive_failures, startup = 0, {STARTUP: self.run.seconds_since_start()}
         with BackgroundTask() as background:
-            while state.round < self.config.rounds:
+            while state.round < self.config.rounds and not self.stopped:
                 self._round_in_progress = state.round + 1
                 try:
                     (state, outcome), consecutive_failures = self.training.train_round(state), 0
                 except TooFewRepliesError as error:
                     consecutive_failures += 1
                     if consecutive_failures >= self.config.failed_rounds:
-                        raise
+                        background.wait()
+                        if not self.stopped:
+                            raise
                     log(WARNING, "%s; the model is unchanged", error)
                     state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
                 if state.generated.keys() >= self.clients.nodes.keys():
@@ -132,9 +145,10 @@ class Federation:
                 outcome.seconds["end_wait"] = background.wait()  # for the previous round
                 outcome.seconds.update(startup)
                 startup = {}
-                self._end_round(state, outcome, test, background)
+                if not self.stopped:
+                    self._end_round(state, outcome, test, background)
                 del outcome  # frees the clients' models before the next round's arrive
-        return state
+        return self._recorded
 
     def _end_round(
         self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, background: BackgroundTask
@@ -152,11 +166,11 @@ class Federation:
             seconds = {phase: round(s, 4) for phase, s in outcome.seconds.items()}
             record = {"round": state.round, **measured, **metadata, "seconds": seconds}
             self.run.append_round(record)
-            self.on_round_end(record)
             self._recorded = state
             if checkpoint_due:
                 self._checkpoint(state)
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, measured["accuracy"])
+            self.stopped = self.on_round_end(record) or ""
 
         def finish_round_logging_errors() -> None:
             try:

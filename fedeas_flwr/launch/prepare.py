@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fedeas_flwr.callbacks.registry import open_callbacks
 from fedeas_flwr.common.devices import configure_torch, pick_device
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.text import show_bytes, show_seconds
@@ -28,7 +29,6 @@ from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
 from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.tensorboard import check_installed
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.training.build import build_network, check_engine
 from fedeas_flwr.training.engine import copy_state
@@ -76,8 +76,7 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(
             "clients = 0: `fedeas run` creates the federation and needs the number of clients, such as clients=10"
         )
-    if config.tensorboard:
-        check_installed()
+    open_callbacks(config.callbacks)
     check_own_policy(config)
     build_strategy(config)  # raises if there are too few clients
     device = pick_device(config.device)

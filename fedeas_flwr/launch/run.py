@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedeas_flwr.callbacks.registry import open_callbacks
 from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.common.processes import ProcessTree, is_alive
@@ -158,6 +159,8 @@ def _why_reachable(config: RunConfig) -> str:
         return "ray-address needs the network" + ("" if os.environ.get("RAY_AUTH_MODE") == "token" else f"; {cluster}")
     if os.environ.get(SHARE_NETWORK):
         return f"{SHARE_NETWORK} is set"
+    if callbacks := open_callbacks(config.callbacks).need_network:
+        return f"callbacks need the network ({', '.join(callbacks)})"
     return "" if is_permitted() else "this system permits no network namespace"
 
 

@@ -54,8 +54,10 @@ class SweepRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has finished all rounds."""
-        return self.run.state() == "finished" and self.reached()["rounds"] >= self.config.rounds
+        """Whether the run has finished all rounds, or a callback stopped it before."""
+        reached = self.reached()
+        complete = reached["rounds"] >= self.config.rounds or "stopped" in reached
+        return complete and self.run.state() == "finished"
 
     def reached(self) -> dict[str, Any]:
         """Return the run's summary so far; for a damaged record, ``damage`` holds the error and its fix.

@@ -77,8 +77,8 @@ class Member:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether all rounds of the config are recorded."""
-        return len(self.rounds) >= self.config.rounds
+        """Return whether all rounds of the config are recorded, or a callback stopped the run before."""
+        return len(self.rounds) >= self.config.rounds or "stopped" in self.summary
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "rounds": [len(member.rounds) for member in group.members],
         "unfinished": _unfinished(group),
         "missing_replies": [member.summary["failures"] for member in group.members],
+        "stopped": [member.summary.get("stopped", "") for member in group.members],
         "gaps": [member.summary.get("gaps", "") for member in group.members],
         "last_20": _spread_dict(group.spread("last_20")),
         "final": _spread_dict(group.spread("final")),

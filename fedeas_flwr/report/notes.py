@@ -14,7 +14,8 @@ WEAK = "†"
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
     gains = (generator_notes, no_gain_notes, seed_notes, weak_gain_notes)
-    makers = (unfinished_notes, gap_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
+    endings = (unfinished_notes, stop_notes, gap_notes)
+    makers = (*endings, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -31,6 +32,17 @@ def unfinished_notes(groups: Sequence[Group]) -> list[str]:
 def _progress(member: Member) -> str:
     run = member.run
     return f"{run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, {run.state()}"
+
+
+def stop_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run that a callback stopped before its last round."""
+    return [
+        f"Stopped early: {member.run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, "
+        f"{member.summary['stopped']}"
+        for group in groups
+        for member in group.members
+        if "stopped" in member.summary
+    ]
 
 
 def gap_notes(groups: Sequence[Group]) -> list[str]:

@@ -1,5 +1,5 @@
 """Read and write run directories: configs, round records, checkpoints, metrics and status.
 
 Other packages use `RunDirectory`, `Checkpoint` and `StrategyState`, the functions of `listing.py` and `metrics.py`,
-`event_log`, `is_run` and `remove_files`.
+`is_run` and `remove_files`.
 """

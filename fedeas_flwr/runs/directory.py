@@ -24,7 +24,7 @@ from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_path, atomic_write, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import Noise
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_keys import identity
 from fedeas_flwr.runs.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
@@ -331,6 +331,13 @@ class RunDirectory(RunStatus):
     def summary(self) -> dict[str, Any]:
         """Return the summary."""
         return dict(self.read_json("summary.json"))
+
+    def stop_reason(self) -> str:
+        """Return why a callback stopped the run before its last round; empty if none did, or if it continued since."""
+        if not (self.path / "summary.json").exists():
+            return ""
+        found = self.summary()
+        return one_line(found.get("stopped", ""), MAX_LINE) if found.get("rounds") == len(self.rounds()) else ""
 
     def is_record(self) -> bool:
         """Return whether this is a complete record of a run: it has the rounds, which listing.py writes last."""

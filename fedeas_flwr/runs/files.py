@@ -10,10 +10,10 @@ identity               the run's unique name, also in its checkpoint and in the 
 noise-key              the secret key of the noise of `dp`, readable by its owner only, and its releases
 model.safetensors      the final model
 summary.json           the results in a few numbers
-tensorboard/           the rounds in TensorBoard's format (`tensorboard = true`)
+tensorboard/           the rounds in TensorBoard's format (`callbacks = "tensorboard"`)
 service.json           process and statistics of the generator that all clients share (simulation under Ray)
-status.json            running and in which processes, finished (with the gaps in one line, if clients were missing),
-                       interrupted, or failed with the reason in one line
+status.json            running and in which processes, finished (with the gaps in one line, if clients were missing, and
+                       the warnings of callbacks), interrupted, or failed with the reason in one line
 .status.lock           held while a process changes status.json
 run.toml, output.log   run-config and output of a run that a sweep started
 flower.log             log of the server and Flower, with the traceback of any client that failed

@@ -71,8 +71,12 @@ def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSE
 def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of the rounds so far, or ``None`` before the first; raise `RunError` for a damaged record."""
     rounds = run.checked_rounds()
+    if not rounds:
+        return None
     with invalid_rounds_as_run_error(run):
-        return summarise(rounds, config.threshold) if rounds else None
+        found = summarise(rounds, config.threshold)
+    stopped = run.stop_reason()
+    return found | ({"stopped": stopped} if stopped else {})
 
 
 @contextmanager
@@ -89,6 +93,7 @@ def describe(run: RunDirectory) -> dict[str, Any]:
     files = [found for path in files_of_run(run.path) if (found := _stat(path))]
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
     row |= {"last_20": None, "final": None, "peak": None, "images": None, "missing_replies": None, "gaps": ""}
+    row["stopped"] = ""
     try:
         row["rounds_done"] = len(run.rounds())
         config = run.config()
@@ -96,6 +101,7 @@ def describe(run: RunDirectory) -> dict[str, Any]:
         if summary := summarise_so_far(run, config):
             row |= {key: summary[key] for key in ("last_20", "final", "peak")} | {"images": summary["total_generated"]}
             row |= {"missing_replies": summary["failures"], "gaps": summary.get("gaps", "")}
+            row["stopped"] = summary.get("stopped", "")
     except RunError as error:
         could_be_read = row["rounds"] is not None or not is_run(run.path)
         row |= {"state": "damaged" if could_be_read else "unreadable", "error": str(error)}
@@ -185,19 +191,27 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def export(run: RunDirectory, folder: Path) -> None:
     """Copy the record of a finished run to a folder, without paths, host names and addresses of its machines."""
-    config = run.config().to_user_dict()
+    config = portable_config(run.config())
     if not (run.path / "summary.json").exists():
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
     run.checked_rounds()
     check_export(run, folder)
-    # Without a run-dir there is nothing to resume.
-    config |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False}
-    config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
+    summary = run.summary()
+    if "stopped" in summary:
+        summary["stopped"] = _without_places(summary["stopped"])
     copy = RunDirectory(folder)
     copy.write_json("config.json", run.facts() | {"config": config})
-    copy.write_json("summary.json", run.summary())
+    copy.write_json("summary.json", summary)
     lines = "".join(json.dumps(_exported(record)) + "\n" for record in run.rounds())
     atomic_write(folder / "rounds.jsonl", lines.encode())  # without digests, which need the run's identity
+
+
+def portable_config(config: RunConfig) -> dict[str, Any]:
+    """Return a config as users write it, without paths, addresses and callbacks, whose arguments may hold either."""
+    values = config.to_user_dict()
+    # Without a run-dir there is nothing to resume.
+    values |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False, "callbacks": ""}
+    return values | {key: without_folder(values[key]) for key in ("dataset", "generator", "weights")}
 
 
 def check_export(run: RunDirectory, folder: Path) -> None:

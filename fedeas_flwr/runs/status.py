@@ -32,7 +32,13 @@ class RunStatus:
         return FileLock(self.path / STATUS_LOCK)
 
     def set_status(
-        self, status: str, error: str = "", pid: int | None = None, died: bool = False, gaps: str = ""
+        self,
+        status: str,
+        error: str = "",
+        pid: int | None = None,
+        died: bool = False,
+        gaps: str = "",
+        warnings: Mapping[str, str] | None = None,
     ) -> None:
         """Write the status of the run, unless it is interrupted after it has ended.
 
@@ -53,9 +59,12 @@ class RunStatus:
             Whether it failed because processes died, so that a launcher may resume it in new ones.
         gaps
             Which clients a finished run lacks in which rounds, in one line; empty: none.
+        warnings
+            Callback → why it failed, in one line.
         """
         found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
         found |= {"gaps": gaps} if gaps else {}
+        found |= {"warnings": dict(warnings)} if warnings else {}
         with self._status_lock:
             if status == "interrupted" and self._has_ended():
                 return
@@ -85,6 +94,16 @@ class RunStatus:
             return one_line(found["status"]), one_line(found["error"], MAX_LINE)
         except (RunError, KeyError, TypeError):
             return "unknown", ""
+
+    def warnings(self) -> dict[str, str]:
+        """Return each callback that failed in a finished run, and why."""
+        try:
+            return {
+                one_line(name): one_line(why, MAX_LINE)
+                for name, why in self.read_json("status.json")["warnings"].items()
+            }
+        except (RunError, KeyError, AttributeError):
+            return {}
 
     def has_died(self) -> bool:
         """Return whether the run failed because processes died."""

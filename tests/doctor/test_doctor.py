@@ -19,6 +19,7 @@ from rich.console import Console
 from runners import black_bank, fedeas, run_in_process
 from test_cli import QUICKSTART
 
+from fedeas_flwr.callbacks import interface
 from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
@@ -27,7 +28,6 @@ from fedeas_flwr.doctor import inputs, packages
 from fedeas_flwr.doctor.findings import Finding
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.partition import dirichlet_partition
-from fedeas_flwr.runs import tensorboard
 
 pytestmark = pytest.mark.flower
 
@@ -104,14 +104,15 @@ def test_check_torch_pair_without_operators_is_a_problem(monkeypatch: pytest.Mon
     assert "constraints.txt" in found.fix
 
 
-def test_check_tensorboard_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
-    assert list(packages.check_tensorboard(config())) == []
-    missing = next(found for found in findings_module.examine(config(tensorboard=True)) if found.name == "tensorboard")
+def test_check_callbacks_only_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "find_spec", lambda name: None)
+    assert list(packages.check_callbacks(config())) == []
+    asked = config(callbacks="tensorboard")
+    missing = next(found for found in findings_module.examine(asked) if found.name == "callbacks")
     assert missing.state == "problem" and "pip install 'fedeas-flwr[tensorboard]'" in missing.text
-    assert missing.fix == "install it, or set tensorboard=false"
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: object())
-    assert only(packages.check_tensorboard, config(tensorboard=True)).state == "ok"
+    monkeypatch.setattr(interface, "find_spec", lambda name: object())
+    found = only(packages.check_callbacks, config(callbacks="tensorboard, early-stop(patience=5)"))
+    assert (found.state, found.text) == ("ok", "tensorboard, early-stop: can be called")
 
 
 # ------------------------------------------------------------------------------------------------ inputs
@@ -338,7 +339,7 @@ def test_doctor_without_torch_prints_every_line(tmp_path: Path) -> None:
         "could not be checked: import of torch halted; None in sys.modules",
         "install what is missing, then run the check again",
     )
-    assert set(findings_module.CHECKS) - {"packages", "tensorboard", "other SuperLink", "other Ray"} <= set(found)
+    assert set(findings_module.CHECKS) - {"packages", "callbacks", "other SuperLink", "other Ray"} <= set(found)
 
 
 def test_narrow_terminal_cuts_no_word() -> None:

@@ -138,6 +138,8 @@ def test_system_without_namespaces_is_recognised() -> None:
         ({}, {}, True, ""),
         ({}, {}, False, "this system permits no network namespace"),
         ({}, {SHARE_NETWORK: "1"}, True, f"{SHARE_NETWORK} is set"),
+        ({"callbacks": "metrics(port=0), early-stop(target=1)"}, {}, True, "callbacks need the network (metrics)\n"),
+        ({"callbacks": "early-stop(target=1)"}, {}, True, ""),
         ({"ray_address": "10.0.0.2:6379"}, {}, True, "the same RAY_AUTH_TOKEN"),
         ({"ray_address": "10.0.0.2:6379"}, {"RAY_AUTH_MODE": "token"}, True, "ray-address needs the network\n"),
     ],

@@ -1,4 +1,4 @@
-"""Pruning of runs, tables as JSON, estimates of the time left, and TensorBoard."""
+"""Pruning of runs, tables as JSON, and estimates of the time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from fake_runs import write_run
 from rich.console import Console
-from runners import finish, small
 
 from fedeas_flwr.commands import images as images_command
 from fedeas_flwr.commands.app import app
@@ -22,9 +21,7 @@ from fedeas_flwr.config import KEYS
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.launch import progress
-from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
-from fedeas_flwr.runs import tensorboard
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.registry import ALGORITHMS
@@ -195,33 +192,3 @@ def test_fast_generator_gets_four_batches_at_a_time(capsys: pytest.CaptureFixtur
         chunks: Any = list(images_command._in_chunks(Quick(), samples))  # type: ignore[arg-type]
         assert [len(chunk) for chunk in chunks] == sizes and np.concatenate(chunks).tolist() == list(range(wanted))
     assert capsys.readouterr().err.splitlines() == ["21 images, 2 at a time"]
-
-
-# ------------------------------------------------------------------------------------------------------ TensorBoard
-
-
-def test_tensorboard_curves_of_a_round() -> None:
-    record = {"round": 3, "accuracy": 0.5, "gamma_hat": None, "clients": [1, 2], "failures": [], "worst_client": 2}
-    record |= {"per_class_accuracy": [0.1, None], "seconds": {"clients": 2}}
-    assert dict(tensorboard.curves(record)) == {"accuracy": 0.5, "per_class_accuracy/0": 0.1, "seconds/clients": 2.0}
-
-
-def test_run_without_tensorboard_package_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tensorboard = true: needs .* pip install 'fedeas-flwr\[tensorboard\]'"):
-        prepare(small(tmp_path / "run", policy="none", tensorboard=True), Console(file=io.StringIO()))
-    assert not (tmp_path / "run").exists()
-
-
-def test_resumed_run_continues_its_tensorboard_curve(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = small(tmp_path / "run", policy="none", tensorboard=True)
-    run = finish(config)
-    finish(config.with_changes(resume=True, rounds=5))
-    found = EventAccumulator(str(run.path / "tensorboard"))
-    found.Reload()
-    accuracy = [(event.step, event.value) for event in found.Scalars("accuracy")]
-    assert accuracy == [(r["round"], pytest.approx(r["accuracy"])) for r in run.rounds()] and len(accuracy) == 5
-    assert "seconds/clients" in found.Tags()["scalars"] and "per_class_accuracy/9" in found.Tags()["scalars"]
