@@ -121,9 +121,12 @@ def torchvision_network(name: str) -> torch.nn.Module:
 @on_a_gpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_torchvision_networks_train_in_graphs(name: str) -> None:
-    """Several change BatchNorm's output in place, which only PyTorch's own BatchNorm used to allow."""
+    """Several change BatchNorm's output in place, which only PyTorch's own BatchNorm used to allow.
+
+    The steps are small: three steps of 1e-3 part float32 from float64 of MobileNetV2 to a cosine of 0.6, on a CPU.
+    """
     torch.manual_seed(0)
-    start, rng, recipe = torchvision_network(name), np.random.default_rng(0), LocalTrainingConfig(1, 16, 1e-3)
+    start, rng, recipe = torchvision_network(name), np.random.default_rng(0), LocalTrainingConfig(1, 16, 1e-5)
     normalise = Normaliser((0.5,) * 3, (0.3,) * 3, "cuda")
     images = torch.from_numpy(rng.integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)).cuda()  # the last batch is short
     labels = torch.from_numpy(rng.integers(0, 10, 40)).cuda()
