@@ -1,7 +1,6 @@
 """Measure what a whole run loses without each of the GPU's custom kernels, then without the least valuable together.
 
     python benchmarks/kernels.py steps --out results/kernels/steps-h200.json
-    python benchmarks/kernels.py unet --out results/kernels/unet-h200.json --set generator=FOLDER
     python benchmarks/kernels.py kernels --out results/kernels/kernels-h200.json --set data-dir=data …
     python benchmarks/kernels.py slower --out results/kernels/slower-h200.json --set data-dir=data …
     python benchmarks/kernels.py generation --out results/kernels/generation-h200.json --set generator=FOLDER …
@@ -16,12 +15,11 @@ to the run with every kernel in the same repetition; the table has the median of
 
 steps: seconds of training alone, four clients at once, without each kernel, then several dropped together, the least
 valuable first, up to a loss of 5 %: more precise than whole runs, of which training is the larger part.
-unet: seconds of one forward pass of a UNet in a CUDA graph, without each kernel of the generator.
 kernels: whole runs without each kernel, then several dropped together, the least valuable first, up to a loss of 5 %.
 slower: no graphs, the eager engine, and torch.compile. Its graphs belong to one thread, so one client trains at a time,
 next to a run with every kernel that does the same. Few rounds, and one repetition.
 generation: a whole run with and without the kernels of the UNet, then images per second of the sampler alone for each.
-A whole run is here what was measured + the rest of 200 rounds, at the mean of its last three with every kernel.
+The loss is here that of the rounds after the first, in which clients get their images; later rounds make none.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from run_records import markdown, round_seconds, write_record
 from switches import GENERATION, SWITCHES, TRAINING, without
 
 from fedeas_flwr import client_app, server_app  # noqa: F401  a run's imports, before it is asked for
-from fedeas_flwr.common.cuda import capture
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config_files import read_config
@@ -227,41 +224,6 @@ def measure_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_unet(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the seconds of a UNet's forward pass, replayed as a graph, with random weights."""
-    from diffusers import UNet2DModel
-
-    from fedeas_flwr.generators.diffusion import sampler
-
-    given = json.loads((Path(read_config(CONF, options.set).generator) / "unet" / "config.json").read_text())
-    rows: list[dict[str, Any]] = []
-    ways = {EVERY: [], **{name: [name] for name in GENERATION if name != "graph"}, EVERY + ", again": []}
-    for name, off in ways.items():
-        with without(off), torch.no_grad():
-            unet = UNet2DModel.from_config(given).cuda().bfloat16().eval()
-            sampler._fuse(unet)
-            x = torch.randn(options.batch, 3, 32, 32, device="cuda").bfloat16()
-            x, labels = (
-                x.to(memory_format=torch.channels_last),
-                torch.zeros(options.batch, dtype=torch.long, device="cuda"),
-            )
-            moment, stream, seconds = torch.tensor([5], device="cuda"), torch.cuda.Stream(), []
-            with torch.cuda.stream(stream):
-                replay = capture(lambda: unet(x, moment, class_labels=labels), stream)  # noqa: B023
-                for _ in range(8):
-                    stream.synchronize()
-                    before = time.perf_counter()
-                    replay()
-                    stream.synchronize()
-                    seconds.append(time.perf_counter() - before)
-        taken = statistics.median(seconds)
-        loss = taken / rows[0]["seconds"] - 1 if rows else 0.0
-        about = SWITCHES[name][0] if off else ""
-        rows.append({"name": name, "off": off, "about": about, "seconds": taken, "passes": seconds, "loss": loss})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 def network() -> torch.nn.Module:
     return build_model("resnet18", 10, (32, 32, 3), seed=0)
 
@@ -307,11 +269,10 @@ def measure_generation(options: argparse.Namespace) -> list[dict[str, Any]]:
     base, plain = Variant(EVERY), Variant("fused", ["fused"])
     for _ in range(options.repeats):
         measure([base, plain], options)
-    rest = (ROUNDS - options.rounds) * statistics.mean(s for turn in base.seconds for s in turn[-3:])
     rows = [row_of(variant, base, options) for variant in (base, plain)]
     for row, variant in zip(rows, (base, plain), strict=True):
-        mine, all_on = ([a + sum(b) + rest for a, b in zip(v.starts, v.seconds, strict=True)] for v in (variant, base))
-        row["whole"], row["losses"] = mine, [one / other - 1 for one, other in zip(mine, all_on, strict=True)]
+        sums = zip(variant.seconds, base.seconds, strict=True)
+        row["losses"] = [sum(mine) / sum(all_on) - 1 for mine, all_on in sums]
         row["loss"] = statistics.median(row["losses"])
     write_record(options.out, "cuda", setting_of(options), rows)  # what follows takes a minute
     return rows + sampling_rates(read_config(CONF, options.set).generator, options)
@@ -402,7 +363,6 @@ def setting_of(options: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {
     "steps": measure_steps,
-    "unet": measure_unet,
     "kernels": measure_kernels,
     "slower": measure_slower,
     "generation": measure_generation,

@@ -1,6 +1,6 @@
 """Switches that replace one of the GPU's custom kernels, or another of its tricks, by what PyTorch does without it.
 
-`without(["stem", "head"])` is a context in which both are off. What is built in it stays so: a captured step keeps the
+`without(["blocks", "sgd"])` is a context in which both are off. What is built in it stays so: a captured step keeps the
 kernels that it was captured with.
 """
 
@@ -17,18 +17,6 @@ from torch.nn import functional as F
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """An object, the name of its attribute, and a function from the attribute's value to the one in the context."""
-
-
-def _stem() -> list[Patch]:
-    from fedeas_flwr.training.gpu import fast_layers
-
-    return [(fast_layers, "is_known_pooling", lambda _: lambda layer: False)]
-
-
-def _head() -> list[Patch]:
-    from fedeas_flwr.training.gpu import fast_layers
-
-    return [(fast_layers, "MAX_CLASSES", lambda _: 0)]
 
 
 def _blocks() -> list[Patch]:
@@ -115,7 +103,12 @@ def _launcher() -> list[Patch]:
 def _graphs() -> list[Patch]:
     from fedeas_flwr.training.gpu.graphed import GraphedEngine
 
-    return [(GraphedEngine, "_captured", lambda _: lambda self, work: work), *_launcher()]
+    def run(self: Any, work: Any) -> Any:
+        self._row.zero_()
+        work()  # the SGD kernel needs the gradients' addresses
+        return work
+
+    return [(GraphedEngine, "_captured", lambda _: run), *_launcher()]
 
 
 def _compiled() -> list[Patch]:
@@ -183,8 +176,6 @@ def _compiled_unet() -> list[Patch]:
 
 
 TRAINING: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
-    "stem": ("BatchNorm, ReLU and max pooling of the stem (stem_kernels.py)", _stem),
-    "head": ("the last layer (head_kernels.py)", _head),
     "blocks": ("ReLU and sum in BatchNorm's kernel (batchnorm_kernels.py)", _blocks),
     "shortcut": ("a shortcut's BatchNorm in the block's kernel (batchnorm_kernels.py)", _shortcut),
     "one-pixel": ("convolutions of one-pixel maps as matrix products (convolutions.py)", _one_pixel),
