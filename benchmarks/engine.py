@@ -1,6 +1,7 @@
 """Measure the client's training step and ten clients in parallel, with each optimisation, in one run.
 
     python benchmarks/engine.py --out results/engine/engine-h200.json
+    python benchmarks/engine.py --without sgd,fetch      (with these kernels off; benchmarks/kernels.py: whole runs)
 
 (a) one client: the loop of Flower's quickstart (DataLoader, eager, float32), then GPU data, tf32, channels_last, graph.
 (b) ten clients: in parallel on streams of one process; as ten processes that take turns on the GPU, and that share it
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from run_records import markdown
+from switches import TRAINING, add_option, without
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -93,9 +95,11 @@ def worker(samples: int, epochs: int, precision: str) -> None:
         sys.stdin.readline()
 
 
-def processes_rate(count: int, samples: int, epochs: int, precision: str, environment: Mapping[str, str]) -> float:
+def processes_rate(
+    count: int, samples: int, epochs: int, precision: str, off: Sequence[str], environment: Mapping[str, str]
+) -> float:
     """Return the total images/s of `count` processes that train at the same time, one client each."""
-    words = [sys.executable, __file__, "--worker", f"{samples},{epochs},{precision}"]
+    words = [sys.executable, __file__, "--worker", f"{samples},{epochs},{precision}", "--without", ",".join(off)]
     started = [
         subprocess.Popen(words, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(count)
@@ -158,11 +162,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_option(parser, TRAINING)
     args = parser.parse_args()
-    if args.worker:
-        given = args.worker.split(",")
-        worker(int(given[0]), int(given[1]), given[2])
-        return
+    with without(args.without):
+        if args.worker:
+            given = args.worker.split(",")
+            worker(int(given[0]), int(given[1]), given[2])
+        else:
+            measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Measure, print the table and write it to --out."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     samples, epochs, cohort = (8, 1, 2) if args.small else (2048, 10, 10)
     low = "bf16" if device == "cuda" else "fp32"  # CPUs emulate bf16 slowly
@@ -206,7 +217,7 @@ def main() -> None:
                 measure(f"(b) {count} clients at once on {count} streams, {precision}", at_once, count)
     with tempfile.TemporaryDirectory(prefix="fe-") as folder, shared_gpu(Path(folder), os.environ, cohort) as shared:
         for how, more in (("taking turns", {}), *([("by MPS", shared)] if shared else [])):
-            rate = processes_rate(cohort, samples, epochs, low, {**os.environ, **more})
+            rate = processes_rate(cohort, samples, epochs, low, args.without, {**os.environ, **more})
             measured(f"(b) {cohort} processes, {how}, {low}", rate)
     flops = step_flops()
     peaks = {precision: peak_flops(precision, device) for precision in {"fp32", "tf32", low}}
@@ -214,7 +225,13 @@ def main() -> None:
     name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     record = {
         "environment": describe_environment(name),
-        "setting": {"model": "resnet18 7x7", "batch": 64, "samples": samples, "epochs": epochs},
+        "setting": {
+            "model": "resnet18 7x7",
+            "batch": 64,
+            "samples": samples,
+            "epochs": epochs,
+            "without": args.without,
+        },
         "images_per_second": dict(rows),
         "flops_per_image": flops,
         "peak_flops": peaks,

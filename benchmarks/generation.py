@@ -1,6 +1,7 @@
 """Compare images per second of this project's generator service with a plain diffusers loop: same model, noise and run.
 
     python benchmarks/generation.py --generator FOLDER --out results/generation-h200
+    python benchmarks/generation.py --generator FOLDER --without normalise,add      (with these kernels off)
     python benchmarks/generation.py --generator builtin --dataset digits --images 64 --steps 20 --ddim-steps 10
 
 The plain loop is the simplest code: float32 weights, batches of 64, eager, DPM-Solver++ (or DDIM) from diffusers; once
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from switches import GENERATION, add_option, without
 
 from fedeas_flwr.config import SAMPLER_STEPS, parse_config
 from fedeas_flwr.data.datasets import dataset_info
@@ -74,6 +76,12 @@ class PlainLoop:
 def main() -> None:
     """Measure, print the tables and write them to --out."""
     options = parse_options()
+    with without(options.without):
+        measure_all(options)
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Measure both samplers and compare the order of images."""
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     info = dataset_info(options.dataset)
     if options.generator == "builtin":
@@ -135,6 +143,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--precisions", default="", help="our precisions, such as bf16,fp16,tf32; empty: the default")
     parser.add_argument("--batches", default="0", help="our batch sizes, such as 512,1024,2048; 0: by free memory")
     parser.add_argument("--device", default="auto")
+    add_option(parser, GENERATION)
     return parser.parse_args()
 
 
@@ -174,10 +183,10 @@ def measure_sampler(
             del ours
             if device.startswith("cuda"):
                 torch.cuda.empty_cache()
-    with running_service(options, folder, sampler, steps, device) as service:
-        rows.append(
-            measure("the service, asked by 20 clients", service, count, classes, {"sampler": sampler, "steps": steps})
-        )
+    if not options.without:  # the service is another process, with every kernel
+        with running_service(options, folder, sampler, steps, device) as service:
+            about = {"sampler": sampler, "steps": steps}
+            rows.append(measure("the service, asked by 20 clients", service, count, classes, about))
     strict = rows[1]["made"]
     for row in rows:
         common = min(len(strict), len(row["made"]))

@@ -243,3 +243,22 @@ def test_benchmarks_default_to_digits(
     script.main()
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["setting"]["dataset"] == "digits" and len(record["rows"]) == rows
+
+
+def test_every_switch_replaces_something_and_puts_it_back(benchmark: Any) -> None:
+    pytest.importorskip("triton", reason="the kernels need it")
+    switches = benchmark("switches")
+    for name, (_, patches) in switches.SWITCHES.items():
+        before = [getattr(target, attribute) for target, attribute, _ in patches()]
+        with switches.without([name]):
+            inside = [getattr(target, attribute) for target, attribute, _ in patches()]
+        assert all(one is not two for one, two in zip(before, inside, strict=True)), name
+        assert before == [getattr(target, attribute) for target, attribute, _ in patches()]
+
+
+def test_loss_of_a_whole_run_by_hand(benchmark: Any) -> None:
+    """Start 10 s and rounds of ½ s: 109.5 s. Slower by ¼ s in rounds 3 and 4, which count: 159.25 s."""
+    kernels = benchmark("kernels")
+    base = kernels.Variant("every kernel", starts=[30.0, 10.0], seconds=[[2.0, 0.5, 0.5], [1.0, 0.5, 0.5]])
+    slow = kernels.Variant("sgd", ["sgd"], starts=[10.0], seconds=[[0.5, 0.75, 0.75]])
+    assert kernels.losses(slow, base, first=3) == pytest.approx([159.25 / 109.5 - 1])

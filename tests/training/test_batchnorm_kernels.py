@@ -14,7 +14,6 @@ from torchvision.ops import StochasticDepth
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
 from fedeas_flwr.training.gpu.fast_layers import FusedLayers
-from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 from fedeas_flwr.training.models import build_model
 
 pytestmark = pytest.mark.gpu
@@ -104,35 +103,6 @@ def test_fused_norm_add_relu_matches_torch(side: int, uses: tuple[bool, bool], w
                 close("a weight or statistic", value, right, 1e-5)
             if value.grad is not None:
                 close("a weight's gradient", value.grad, right.grad, 1e-4)
-
-
-@pytest.mark.parametrize(("height", "width"), [(6, 8), (5, 7), (1, 2)])
-def test_fused_norm_relu_pooling_matches_torch(height: int, width: int) -> None:
-    norm, pool = nn.BatchNorm2d(20).to(DEVICE), nn.MaxPool2d(3, 2, 1)
-    nn.init.normal_(norm.weight)  # also negative, where the smallest value becomes the largest
-    nn.init.normal_(norm.bias)
-    plain = copy.deepcopy(norm)
-    x = torch.randn(5, 20, height, width, device=DEVICE)
-    one, two = x[:4].clone().requires_grad_(), x.clone().requires_grad_()
-    wanted = pool(F.relu(plain(one)))
-    outputs = pooled(norm, torch.tensor(4.0, device=DEVICE), two)
-    directions = torch.randn(2, *outputs[0].shape, device=DEVICE)
-    sum((y[:4] * d[:4]).sum() for y, d in zip(outputs, directions, strict=True)).backward()  # type: ignore[union-attr]
-    (wanted * directions.sum(0)[:4]).sum().backward()
-    close("the map", outputs[0][:4], wanted, 1e-5)
-    assert one.grad is not None and two.grad is not None
-    close("x", two.grad[:4], one.grad, 1e-4)
-    assert not two.grad[4].any()
-    for (name, right), value in zip(plain.named_parameters(), norm.parameters(), strict=True):
-        close(name, value.grad, right.grad, 1e-4)
-    close("mean", norm.running_mean, plain.running_mean, 1e-5)
-    close("variance", norm.running_var, plain.running_var, 1e-5)
-
-
-def test_is_known_pooling_accepts_only_the_stems_pooling() -> None:
-    assert is_known_pooling(nn.MaxPool2d(3, 2, 1)) and is_known_pooling(nn.MaxPool2d((3, 3), (2, 2), (1, 1)))
-    others = [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 0), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Identity()]
-    assert not any(map(is_known_pooling, [*others, nn.MaxPool2d(3, 2, 1, dilation=2), nn.AvgPool2d(3, 2, 1)]))
 
 
 def test_unsupported_batchnorm_is_rejected_before_any_change() -> None:

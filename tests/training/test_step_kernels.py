@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import augment, draw_views
-from fedeas_flwr.training.gpu.head_kernels import linear
 from fedeas_flwr.training.gpu.step_kernels import FusedSGD, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.models import Normaliser
 
@@ -53,19 +52,6 @@ def test_mean_of_first_and_its_gradient_match_torch(counted: int) -> None:
     (slopes,) = torch.autograd.grad(mean, values, torch.tensor(2.0, device=DEVICE))
     wanted = [2 / counted] * counted + [0.0] * (7 - counted)
     torch.testing.assert_close(slopes, torch.tensor(wanted, device=DEVICE))
-
-
-@pytest.mark.parametrize(("samples", "features", "classes"), [(70, 512, 10), (5, 40, 100)])
-def test_linear_kernel_and_gradients_match_torch(samples: int, features: int, classes: int) -> None:
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    shapes = [(samples, features), (classes, features), (classes,)]
-    given = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
-    ours, torchs = linear(*given), F.linear(*given)
-    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
-    direction = torch.randn_like(ours)
-    for one, two in zip(*(torch.autograd.grad(y, given, direction) for y in (ours, torchs)), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

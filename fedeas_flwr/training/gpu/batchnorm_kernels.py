@@ -40,20 +40,20 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(1)
     number = tl.load(count) * pixels
     if PHASE == 2:
-        total, square = summed(partials, channel, is_channel, C, PARTS)
+        total, square = _summed(partials, channel, is_channel, C, PARTS)
     else:
         total, square = _sums(x, number, part, channel, is_channel, C, SPAN, ROWS, COLUMNS)
     if PHASE == 1:
         tl.store(partials + 2 * part * C + channel, total, mask=is_channel)
         tl.store(partials + (2 * part + 1) * C + channel, square, mask=is_channel)
     else:
-        mean, factor, offset = finalize_stats(
+        mean, factor, offset = _finalize_stats(
             x, total, square, number, part, channel, is_channel, weight, bias, running_mean, running_var, means,
             inverses, momentum, eps, TRACK,
         )  # fmt: skip
         if ADDS == 2:
             total, square = _sums(added, number, part, channel, is_channel, C, SPAN, ROWS, COLUMNS)
-            mean2, factor2, offset2 = finalize_stats(
+            mean2, factor2, offset2 = _finalize_stats(
                 added, total, square, number, part, channel, is_channel, weight2, bias2, running_mean2, running_var2,
                 means + C, inverses + C, momentum, eps, TRACK,
             )  # fmt: skip
@@ -96,7 +96,7 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the two sums over all parts of the rows."""
     where = 2 * tl.arange(0, PARTS)[:, None] * C + channel[None, :]
     first = tl.sum(tl.load(partials + where, mask=is_channel[None, :], other=0), 0)
@@ -105,7 +105,7 @@ def summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def finalize_stats(  # type: ignore[no-untyped-def]
+def _finalize_stats(  # type: ignore[no-untyped-def]
     x, total, square, number, part, channel, is_channel, weight, bias, running_mean, running_var, means, inverses,
     momentum, eps, TRACK: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         inverse2 = tl.load(inverses + C + channel, mask=is_channel, other=0)
         products2 = tl.zeros([ROWS, COLUMNS], tl.float32)
     if PHASE == 2:
-        total, product = summed(partials, channel, is_channel, C, PARTS)
+        total, product = _summed(partials, channel, is_channel, C, PARTS)
     else:
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         products = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -153,7 +153,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             row = part * SPAN + start + tl.arange(0, ROWS)
             counts = ((row < number) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
             where = row[:, None] * C + channel[None, :]
-            gradient = incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
+            gradient = _incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
             value = tl.load(x + where, mask=counts, other=0).to(tl.float32)
             sums += gradient
             products += gradient * (value - mean[None, :]) * inverse[None, :]
@@ -180,7 +180,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             inside = ((row < M) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
             counts = inside & (row < number)[:, None]
             where = row[:, None] * C + channel[None, :]
-            gradient = incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
+            gradient = _incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
             if ADDS == 1:
                 tl.store(dadded + where, gradient.to(dadded.dtype.element_ty), mask=inside)
             if ADDS == 2:
@@ -197,7 +197,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+def _incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the sum of the two incoming gradients, masked by the ReLU."""
     gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
     if TWO:
@@ -221,16 +221,16 @@ class _BatchNorm(torch.autograd.Function):
         layer: Any, other: Any, count: Any, relu: bool, twice: bool,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)  # an unused output has no gradient
-        x = rows(x)
-        added = None if added is None else rows(added)
+        x = _rows(x)
+        added = None if added is None else _rows(added)
         y = torch.empty_like(x)
         means, inverses = torch.empty(2, 2 if other else 1, x.shape[1], device=x.device).unbind()
         ctx.adds, ctx.relu = _NOTHING if added is None else _NORMALISED if other else _MAP, relu
         second = other or layer
         _launch(
             _forward_kernel, x,
-            (x, _or(added, x), y, weight, bias, *statistics(layer, means), means, inverses,
-             _or(weight2, weight), _or(bias2, bias), *statistics(second, means)),
+            (x, _or(added, x), y, weight, bias, *_statistics(layer, means), means, inverses,
+             _or(weight2, weight), _or(bias2, bias), *_statistics(second, means)),
             (count, x[0, 0].numel(), layer.momentum, layer.eps),
             ADDS=ctx.adds, RELU=relu, TRACK=layer.track_running_stats,
         )  # fmt: skip
@@ -242,8 +242,8 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Any, more_dy: Any = None) -> Any:
         x, added, y, weight, weight2, means, inverses, count = ctx.saved_tensors
         two = dy is not None and more_dy is not None
-        dy = rows(_or(dy, more_dy))
-        more_dy = rows(more_dy) if two else dy
+        dy = _rows(_or(dy, more_dy))
+        more_dy = _rows(more_dy) if two else dy
         dx = torch.empty_like(x)
         dadded = None if added is None else torch.empty_like(x)
         dweight, dbias = torch.empty(2, *means.shape, device=x.device).unbind()
@@ -282,7 +282,7 @@ def plain_batchnorm(layer: Any, count: torch.Tensor, x: torch.Tensor) -> torch.T
     return y
 
 
-def statistics(layer: Any, instead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(layer: Any, instead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a layer's running mean and variance, or ``instead`` twice if it has none; the kernel then ignores them."""
     return _or(layer.running_mean, instead), _or(layer.running_var, instead)
 
@@ -295,26 +295,26 @@ def _batchnorm_args(layer: Any) -> tuple[Any, ...]:
     return layer.momentum, layer.eps, layer.track_running_stats
 
 
-def rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return the map with its channels last in memory, as rows of channels."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)  # no copy if they are last already
 
 
-def columns_of(x: torch.Tensor) -> int:
+def _columns_of(x: torch.Tensor) -> int:
     """Return the number of channels per program."""
     return _SECTOR // x.element_size()
 
 
 def _parts(x: torch.Tensor) -> int:
     """Return the number of parts that the rows of a map are divided into."""
-    elements = x.numel() // x.shape[1] * columns_of(x)
+    elements = x.numel() // x.shape[1] * _columns_of(x)
     parts = min(triton.next_power_of_2(triton.cdiv(elements, _ELEMENTS)), 64)
     return parts if parts > 4 else 1  # a second launch costs more than it saves
 
 
 def _shape(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid of programs for a map, and the kernel's sizes."""
-    channels, number, columns, parts = x.shape[1], x.numel() // x.shape[1], columns_of(x), _parts(x)
+    channels, number, columns, parts = x.shape[1], x.numel() // x.shape[1], _columns_of(x), _parts(x)
     span = triton.cdiv(number, parts)
     at_once = min(triton.next_power_of_2(span), 4 * _ELEMENTS // columns)
     sizes = {"M": number, "C": channels, "PARTS": parts, "SPAN": span, "ROWS": at_once, "COLUMNS": columns}
@@ -328,15 +328,3 @@ def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence
     partials = torch.empty(sizes["PARTS"], 2, sizes["C"], device=x.device)
     for phase in [_SUMS, _APPLY] if sizes["PARTS"] > 1 else [_BOTH]:
         kernel[grid](*before, partials, *after, PHASE=phase, **sizes, **constants)
-
-
-def row_sums(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the input of `finalize_stats` for the first ``count`` samples of ``x``: two sums per part and channel."""
-    grid, sizes = _shape(x)
-    partials = torch.empty(sizes["PARTS"], 2, sizes["C"], device=x.device)
-    unused = [x] * 12  # in this phase the kernel reads only the first map
-    _forward_kernel[grid](
-        x, *unused, partials, count, x[0, 0].numel(), 0.0, 0.0,
-        PHASE=_SUMS, ADDS=_NOTHING, RELU=False, TRACK=False, **sizes,
-    )  # fmt: skip
-    return partials

@@ -1,4 +1,4 @@
-"""Run a model's layers in training mode with fused kernels (batchnorm_kernels.py, stem_kernels.py, head_kernels.py)."""
+"""Run a model's BatchNorm layers, and a ResNet's ReLUs and sums, with fused kernels (batchnorm_kernels.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm, plain_batchnorm
-from fedeas_flwr.training.gpu.head_kernels import MAX_CLASSES, linear
-from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same feature map twice: for a block's main branch and for its shortcut. Each has its own gradient."""
@@ -20,9 +18,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class FusedLayers:
     """Replaces the forward passes of a model's layers, in place, by fused ones. Evaluation mode is unchanged.
 
-    BatchNorm is fused in any network. In torchvision's ResNets with basic blocks, ReLU, sums, pooling and the last
-    layer are fused too. The caller sets ``count``, the number of samples in the batch without padding, as a float
-    tensor on the device, before a step is captured or run.
+    BatchNorm is fused in any network. In torchvision's ResNets with basic blocks, ReLU and sums are fused too. The
+    caller sets ``count``, the number of samples in the batch without padding, as a float tensor on the device, before a
+    step is captured or run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,12 +43,6 @@ class FusedLayers:
                     self._counters.append(module.num_batches_tracked)
             elif isinstance(module, ResNet):
                 module._forward_impl = partial(self._resnet, module)
-                if (
-                    isinstance(module.fc, nn.Linear)
-                    and module.fc.bias is not None
-                    and len(module.fc.bias) <= MAX_CLASSES
-                ):
-                    module.fc.forward = partial(self._linear, module.fc)  # type: ignore[method-assign]
 
     def count_batches(self, number: int) -> None:
         """Add ``number`` steps to the batch counters of all BatchNorm layers.
@@ -91,11 +83,7 @@ class FusedLayers:
         """Run torchvision's `ResNet.forward` with fused layers."""
         from torchvision.models.resnet import BasicBlock
 
-        x = model.conv1(x)
-        if is_known_pooling(model.maxpool) and model.training:
-            x, shortcut = pooled(model.bn1, self.count, x)
-        else:
-            x = shortcut = model.maxpool(self._normalised(model.bn1, x, relu=True)[0])
+        x = shortcut = model.maxpool(self._normalised(model.bn1, model.conv1(x), relu=True)[0])
         for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
             for block in layer:
                 if isinstance(block, BasicBlock):
@@ -106,8 +94,3 @@ class FusedLayers:
             x = model.avgpool(x)
         logits: torch.Tensor = model.fc(torch.flatten(x, 1))
         return logits
-
-    def _linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        if layer.training and x.dim() == 2:
-            return linear(x, layer.weight, layer.bias)
-        return type(layer).forward(layer, x)

@@ -27,14 +27,22 @@ from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_
 from fedeas_flwr.common.errors import is_out_of_memory
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.augmentation import VIEWS, augment
-from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, batch_table, clone_state, copy_state
+from fedeas_flwr.training.engine import (
+    LocalTrainingConfig,
+    State,
+    TrainResult,
+    batch_table,
+    clone_state,
+    copy_state,
+    stream_seed,
+)
 from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
 from fedeas_flwr.training.gpu.launcher import launcher
 from fedeas_flwr.training.gpu.precomputed_rows import PrecomputedRows
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy
-from fedeas_flwr.training.models import Normaliser, trained_names
+from fedeas_flwr.training.models import Normaliser, drawing, trained_names, uses_rng
 from fedeas_flwr.training.objective import (
     CROSS_ENTROPY,
     NO_INPUTS,
@@ -100,6 +108,8 @@ class GraphedEngine:
 
     def _build_for_shape(self, image: Sequence[int]) -> None:
         """Prepare the model for images of this shape [H, W, C], which is the same for all clients."""
+        two = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
+        self._uses_rng = uses_rng(self._model, self._normalise(two))
         changes_gradients = type(self._objective).correct_gradients is not Objective.correct_gradients
         self._fast = fast_layers(self._model) if self._use_fused else None
         self._weights, self._padded_channels = self._lay_out_weights(image, changes_gradients)
@@ -164,11 +174,12 @@ class GraphedEngine:
             for buffer in self._momentum:
                 buffer.zero_()
             epoch = [self._loss.zero_, *[graphs.full] * full, *[graphs.short] * (rest > 0)]
-            self._launch([*self._precompute_launches(graphs, len(labels)), *epoch * self.recipe.epochs])
-            if self._fast is not None:
-                self._fast.count_batches(len(table))
-            state = clone_state(self._state, self._trained)
-            loss = float(self._loss)  # waits for the stream
+            with self._own_random_numbers(batches):
+                self._launch([*self._precompute_launches(graphs, len(labels)), *epoch * self.recipe.epochs])
+                if self._fast is not None:
+                    self._fast.count_batches(len(table))
+                state = clone_state(self._state, self._trained)
+                loss = float(self._loss)  # waits for the stream
         return TrainResult(loss / max(self.recipe.samples(len(labels)), 1), len(table)), *state
 
     def _launch(self, steps: Sequence[Callable[[], object]]) -> None:
@@ -189,6 +200,22 @@ class GraphedEngine:
                 yield
             finally:  # also after an error: the caller may free tensors that the stream still reads
                 self._stream.synchronize()
+
+    @contextmanager
+    def _own_random_numbers(self, batches: np.random.Generator) -> Iterator[None]:
+        """Seed the generator for a model that draws random numbers, and keep other threads from it in the block.
+
+        All graphs of a process read the seed from the same memory, and a graph that draws cannot be replayed while
+        another thread captures. So clients whose models draw train one after the other, as in the eager engine.
+        """
+        if not self._uses_rng:
+            yield
+            return
+        with capturing, drawing:
+            torch.default_generator.manual_seed(stream_seed(batches))
+            if self._device != "cpu":
+                torch.cuda.manual_seed(stream_seed(batches))
+            yield
 
     def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
         """Make the buffers large enough; return the graphs. Growth needs a new capture, so it is by at least half."""
