@@ -422,19 +422,19 @@ def test_unknown_key_in_config_hints_at_another_version(tmp_path: Path) -> None:
         run.config()
 
 
-def test_code_digest_changes_with_content_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_digest_changes_with_content_and_names(tmp_path: Path) -> None:
     """Changed lines and renamed files change the digest; compiled files do not."""
     (tmp_path / "inner").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "inner" / "b.py").write_text("y = 2\n")
-    monkeypatch.setattr(project, "__file__", str(tmp_path / "common" / "project.py"))
-    first = project.code_digest()
+    first = project.code_digest(tmp_path)
     (tmp_path / "a.pyc").write_text("compiled")
-    assert project.describe_environment("cpu")["code"] == first == project.code_digest()
+    assert project.code_digest(tmp_path) == first
     (tmp_path / "inner" / "b.py").write_text("y = 3\n")
-    second = project.code_digest()
+    second = project.code_digest(tmp_path)
     (tmp_path / "inner" / "b.py").rename(tmp_path / "inner" / "c.py")
-    assert len({first, second, project.code_digest()}) == 3
+    assert len({first, second, project.code_digest(tmp_path)}) == 3
+    assert project.describe_environment("cpu")["code"] == project.code_digest()
 
 
 DAMAGES = {

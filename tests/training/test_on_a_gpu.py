@@ -123,25 +123,28 @@ def torchvision_network(name: str) -> torch.nn.Module:
 def test_torchvision_networks_train_in_graphs(name: str) -> None:
     """Several change BatchNorm's output in place, which only PyTorch's own BatchNorm used to allow.
 
-    The steps are small, because rounding grows with them: on a CPU, the cosine of ResNet-50's way in float32 and in
-    float64 is 0.90 at a rate of 1e-5, and 0.996 at 1e-6.
+    These networks amplify rounding: in float32 even ResNet-50's first gradients have a cosine of 0.996 with those in
+    float64. So the measure is how far a CPU, which rounds differently, ends from the GPU without graphs.
     """
     torch.manual_seed(0)
     start, rng, recipe = torchvision_network(name), np.random.default_rng(0), LocalTrainingConfig(1, 16, 1e-6)
-    normalise = Normaliser((0.5,) * 3, (0.3,) * 3, "cuda")
-    images = torch.from_numpy(rng.integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)).cuda()  # the last batch is short
-    labels = torch.from_numpy(rng.integers(0, 10, 40)).cuda()
+    images = torch.from_numpy(rng.integers(0, 256, (40, 64, 64, 3), dtype=np.uint8))  # the last batch is short
+    labels = torch.from_numpy(rng.integers(0, 10, 40))
     configure_torch("cuda", "fp32")
+    on_gpu, on_cpu = (Normaliser((0.5,) * 3, (0.3,) * 3, device) for device in ("cuda", "cpu"))
     before, ways = read_state(start)[0], []
-    for engine in (
-        EagerEngine(deepcopy(start), recipe, normalise, "cuda"),
-        GraphedEngine(deepcopy(start), recipe, normalise, "fp32"),
+    for device, engine in (
+        ("cuda", EagerEngine(deepcopy(start), recipe, on_gpu, "cuda")),
+        ("cuda", GraphedEngine(deepcopy(start), recipe, on_gpu, "fp32")),
+        ("cpu", EagerEngine(deepcopy(start), recipe, on_cpu, "cpu")),
     ):
+        data = images.to(device), labels.to(device)
         for number in range(2):
-            result, trained, _ = engine.train(*read_state(start), images, labels, np.random.default_rng(number))
+            result, trained, _ = engine.train(*read_state(start), *data, np.random.default_rng(number))
         assert np.isfinite(result.loss)
         ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
-    assert torch.nn.functional.cosine_similarity(ways[0], ways[1], dim=0) > 0.98
+    graphed, by_rounding = (1 - torch.nn.functional.cosine_similarity(ways[0], way, dim=0) for way in ways[1:])
+    assert graphed < 3 * by_rounding + 1e-4
 
 
 @on_a_gpu
