@@ -24,7 +24,7 @@ from flwr.clientapp import ClientApp
 
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.project import describe_environment
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import STRATEGIES, RunConfig, parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.federation.grids import InlineGrid
@@ -33,7 +33,7 @@ from fedeas_flwr.strategies.flower import FlowerStrategyAdapter
 from fedeas_flwr.strategies.interface import SendsExtra
 from fedeas_flwr.strategies.privacy import WRAPPERS
 from fedeas_flwr.strategies.records import CONFIG, METRICS, to_record
-from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
+from fedeas_flwr.strategies.registry import build_strategy, find_algorithm
 from fedeas_flwr.training.models import build_model, split_state
 
 CLIENTS = 10
@@ -90,8 +90,8 @@ def measured(device: str, small: bool) -> dict[str, Any]:
     states = models(device, small)
     base = {"clients": CLIENTS, "participation": 1.0, "dp-noise-multiplier": 0.5}
     found: dict[str, float] = {}
-    for name, algorithm in ALGORITHMS.items():
-        if algorithm.disclosure:  # it needs the clients' disclosures first
+    for name in STRATEGIES:
+        if find_algorithm(name).disclosure:  # it needs the clients' disclosures first
             continue
         config = parse_config({**base, "strategy": name})
         if isinstance(build_strategy(config), (FlowerStrategyAdapter, FedAvg)):

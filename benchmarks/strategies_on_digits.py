@@ -27,11 +27,11 @@ from typing import Any
 from rich.console import Console
 
 from fedeas_flwr.common.errors import RunError
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import STRATEGIES, RunConfig, parse_config
+from fedeas_flwr.config_keys import STRATEGY_KEYS
 from fedeas_flwr.launch.prepare import ensure_digits_generator
 from fedeas_flwr.launch.run import launch
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.registry import ALGORITHMS
 
 SETTING: dict[str, Any] = {"clients": 10, "backend": "inline", "threshold": 0.9, "device": "cpu"}
 FREE: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def rows(strategies: Sequence[str]) -> list[Row]:
     """Return the rows of the table; a strategy that discloses more needs its key."""
     found = []
     for name in strategies:
-        own = {"strategy": name, **{key: True for key in ALGORITHMS[name].keys if key.startswith("disclose-")}}
+        own = {"strategy": name, **{key: True for key in STRATEGY_KEYS[name] if key.startswith("disclose-")}}
         found += [Row(name, "nothing", {**own, "policy": "none"}), Row(name, "fedeas", {**own, "policy": "fedeas"})]
     return found + [Row("fedavg", name, {"policy": "none", **keys}) for name, keys in FREE.items()]
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder for the run directories")
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json and table.md")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--strategies", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs")
     options = parser.parse_args()
     console, lines = Console(), rows(options.strategies)

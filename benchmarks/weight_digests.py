@@ -6,13 +6,13 @@ Each case is an inline run on digits with one torch thread: every strategy with 
 each value of the keys that decide what a client trains on. Its record is the SHA-256 of the final model and the
 accuracy of each round. The images come from a generator trained for ten steps; the case builtin trains the built-in
 generator, which takes over a minute on two slow cores. The generators' weights are cases too, and so are the names in
-the cache, which are hashes. The script uses only the command line, so that it can check any commit.
+the cache, which are hashes. The script uses only the command line, as a user does.
 
 The bits are valid for one architecture and one set of wheels, which the file names; elsewhere --check exits with code
 3. Then record them again, from the commit that the file names:
 
     git worktree add ../before COMMIT
-    python benchmarks/weight_digests.py --repo ../before --record digests.json
+    python ../before/benchmarks/weight_digests.py --record digests.json
     python benchmarks/weight_digests.py --check digests.json
 """
 
@@ -50,7 +50,7 @@ BASE: dict[str, Any] = {
     "generation-batch": 16,
     "dp-noise-multiplier": 0.2,  # the maximum for adaptive clipping with this number of clients
 }
-_ATTACKED = {"participation": 1.0, "malicious-clients": 1}
+_ATTACKED = {"participation": 1.0, "strategy-args": "num_malicious_nodes=1"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "fedprox": {},
@@ -224,7 +224,7 @@ def check(file: Path, only: str) -> None:
     if other:
         print(
             f"{file.name} was recorded with {'; '.join(other)}: record again here, from a worktree of commit "
-            f"{recorded['commit']} (python benchmarks/weight_digests.py --repo WORKTREE --record FILE)",
+            f"{recorded['commit']} (python WORKTREE/benchmarks/weight_digests.py --record FILE)",
             file=sys.stderr,
         )
         sys.exit(RECORDED_ELSEWHERE)

@@ -33,7 +33,7 @@ from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.policies import ClientView, MatchedPolicy, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
-from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
+from fedeas_flwr.strategies.registry import client_part, find_algorithm
 from fedeas_flwr.training.build import EnginePool, build_network, local_training_config, loss_and_view_inputs
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.models import Normaliser
@@ -77,7 +77,7 @@ def query(message: Message, context: Context) -> Message:
         (values,) = policy.reply(view, question, at).tolist()
         numbers = dict(zip(policy.questions[question], values, strict=True))
         return messages.build_query_reply(message, client, **numbers)
-    disclosure = ALGORITHMS[config.strategy].disclosure
+    disclosure = find_algorithm(config.strategy).disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
     raise ValueError(f"question = '{question}': must be identity, or a question of the policy or the strategy")

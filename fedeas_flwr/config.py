@@ -11,34 +11,74 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
 
-StrategyName = Literal[
-    "fedavg",
-    "fedprox",
-    "scaffold",
-    "moon",
-    "fedavgm",
-    "fedadam",
-    "fedadagrad",
-    "fedyogi",
-    "fedmedian",
-    "fedtrimmedavg",
-    "krum",
-    "multikrum",
-    "bulyan",
-    "qfedavg",
-    "fedmix",
-    "fedgen",
-]
+
+class BuiltinStrategy(NamedTuple):
+    """A strategy that has a name: its import path, what it does, and arguments, which `strategy-args` may change."""
+
+    path: str
+    summary: str
+    arguments: str = ""
+
+
+STRATEGIES = {
+    "fedavg": BuiltinStrategy(
+        "fedeas_flwr.strategies.fedavg:FEDAVG", "mean of the client models, weighted by real samples"
+    ),
+    "fedprox": BuiltinStrategy(
+        "fedeas_flwr.strategies.fedprox:FEDPROX",
+        "FedAvg with a proximal term that keeps clients near the received model",
+    ),
+    "scaffold": BuiltinStrategy(
+        "fedeas_flwr.strategies.scaffold:SCAFFOLD",
+        "control variates correct the clients' steps; unweighted mean of the models",
+    ),
+    "moon": BuiltinStrategy(
+        "fedeas_flwr.strategies.moon:MOON",
+        "FedAvg with a contrastive loss: features move towards the received model's and away from the client's last",
+    ),
+    "fedavgm": BuiltinStrategy(
+        "flwr.serverapp.strategy:FedAvgM", "FedAvg with momentum on the server", "server_momentum=0.9"
+    ),
+    "fedadam": BuiltinStrategy("flwr.serverapp.strategy:FedAdam", "Adam on the mean update"),
+    "fedadagrad": BuiltinStrategy("flwr.serverapp.strategy:FedAdagrad", "Adagrad on the mean update"),
+    "fedyogi": BuiltinStrategy("flwr.serverapp.strategy:FedYogi", "Yogi on the mean update"),
+    "fedmedian": BuiltinStrategy("flwr.serverapp.strategy:FedMedian", "unweighted coordinate-wise median"),
+    "fedtrimmedavg": BuiltinStrategy(
+        "flwr.serverapp.strategy:FedTrimmedAvg", "unweighted coordinate-wise trimmed mean"
+    ),
+    "krum": BuiltinStrategy("flwr.serverapp.strategy:Krum", "the single client model nearest to the others"),
+    "multikrum": BuiltinStrategy(
+        "fedeas_flwr.strategies.flower:multikrum",
+        "mean of the client models nearest to the others, weighted by real samples",
+    ),
+    "bulyan": BuiltinStrategy(
+        "flwr.serverapp.strategy:Bulyan",
+        "MultiKrum, then for every weight the mean of the values nearest to the median",
+    ),
+    "qfedavg": BuiltinStrategy(
+        "flwr.serverapp.strategy:QFedAvg", "updates weighted by the client's training loss to the power q"
+    ),
+    "fedmix": BuiltinStrategy(
+        "fedeas_flwr.strategies.fedmix:FEDMIX",
+        "FedAvg whose clients mix in other clients' mean images, by a first-order Taylor term",
+    ),
+    "fedgen": BuiltinStrategy(
+        "fedeas_flwr.strategies.fedgen:FEDGEN",
+        "FedAvg with a feature generator: the server trains it on the clients' heads, the clients learn from it",
+    ),
+}
+"""Values of `strategy` besides import paths. To add one, write its file in strategies/ and its line here."""
 SMALL_BATCH = 8
 """A batch with fewer images counts as small. With half as many images, the gradient is eight times as long as with 64
 (results/short-batches)."""
@@ -122,54 +162,39 @@ class RunConfig(BaseModel):
     total: int = Field(0, ge=0, le=10**9)
     """total number of images of a matched policy, independent of β; 0: the number that FedEAS generates at β"""
 
-    strategy: StrategyName = "fedavg"
-    """how client models are aggregated; `fedeas strategies` lists all"""
-    fedprox_mu: float = Field(0.01, ge=0, le=1e4)
+    strategy: str = Field("fedavg", json_schema_extra={"enum": [*STRATEGIES]})
+    """how client models are aggregated; `fedeas strategies` describes each; for a strategy of your own, its import
+    path"""
+    strategy_args: str = ""
+    """arguments of one of Flower's strategies or one of your own, such as eta=0.1 tau=0.001; separated by spaces"""
+    fedprox_mu: float = Field(0.01, ge=0, le=1e4, json_schema_extra={"of": "fedprox"})
     """FedProx: weight μ of the proximal term"""
-    scaffold_server_rate: float = Field(1.0, gt=0, le=100)
+    scaffold_server_rate: float = Field(1.0, gt=0, le=100, json_schema_extra={"of": "scaffold"})
     """SCAFFOLD: server step size η_g"""
-    scaffold_weighting: Literal["uniform", "examples"] = "uniform"
+    scaffold_weighting: Literal["uniform", "examples"] = Field("uniform", json_schema_extra={"of": "scaffold"})
     """SCAFFOLD: a client's weight in the mean of the models; uniform: equal; examples: its number of real samples"""
-    moon_mu: float = Field(5.0, ge=0, le=1e4)
+    moon_mu: float = Field(5.0, ge=0, le=1e4, json_schema_extra={"of": "moon"})
     """MOON: weight μ of the contrastive term"""
-    moon_temperature: float = Field(0.5, gt=0, le=1e4)
+    moon_temperature: float = Field(0.5, gt=0, le=1e4, json_schema_extra={"of": "moon"})
     """MOON: temperature τ of the similarities"""
-    fedmix_lambda: float = Field(0.05, ge=0, lt=1)
+    fedmix_lambda: float = Field(0.05, ge=0, lt=1, json_schema_extra={"of": "fedmix"})
     """FedMix: mixing weight λ; 0 is FedAvg"""
-    disclose_mean_images: bool = False
+    disclose_mean_images: bool = Field(False, json_schema_extra={"of": "fedmix"})
     """FedMix, required: each client discloses its mean image and label proportions to all other clients"""
-    fedgen_alpha: float = Field(10.0, ge=0, le=1e4)
+    fedgen_alpha: float = Field(10.0, ge=0, le=1e4, json_schema_extra={"of": "fedgen"})
     """FedGen: weight α₀ of the loss on generated features; × 0.98 per round"""
-    fedgen_beta: float = Field(10.0, ge=0, le=1e4)
+    fedgen_beta: float = Field(10.0, ge=0, le=1e4, json_schema_extra={"of": "fedgen"})
     """FedGen: weight β₀ of the agreement with the generator; × 0.98 per round"""
-    fedgen_steps: int = Field(10, ge=0, le=100_000)
+    fedgen_steps: int = Field(10, ge=0, le=100_000, json_schema_extra={"of": "fedgen"})
     """FedGen: training steps of the generator per round"""
-    fedgen_batch: int = Field(32, ge=2, le=65_536)
+    fedgen_batch: int = Field(32, ge=2, le=65_536, json_schema_extra={"of": "fedgen"})
     """FedGen: features that a client generates per step, besides those for its batch; the server uses batch-size"""
-    fedgen_rate: float = Field(3e-4, gt=0, le=10)
+    fedgen_rate: float = Field(3e-4, gt=0, le=10, json_schema_extra={"of": "fedgen"})
     """FedGen: Adam step size of the generator; × 0.98 per round"""
-    fedgen_count_noise: float = Field(0.0, ge=0, le=1e6)
+    fedgen_count_noise: float = Field(0.0, ge=0, le=1e6, json_schema_extra={"of": "fedgen"})
     """FedGen: scale b of the Laplace noise on disclosed label counts, ε = 2/b; 0: no noise"""
-    disclose_label_counts: bool = False
+    disclose_label_counts: bool = Field(False, json_schema_extra={"of": "fedgen"})
     """FedGen, required: each client discloses its number of images per class to the server"""
-    server_learning_rate: float = Field(0.0, ge=0, le=1000)
-    """server step size; 0: the strategy's default"""
-    server_momentum: float = Field(0.9, ge=0, lt=1)
-    """FedAvgM: server momentum; 0 with step size 1 is FedAvg"""
-    beta_1: float = Field(0.9, ge=0, lt=1)
-    """FedAdam, FedYogi: decay of the first moment"""
-    beta_2: float = Field(0.99, ge=0, lt=1)
-    """FedAdam, FedYogi: decay of the second moment"""
-    tau: float = Field(1e-3, gt=0, le=1)
-    """FedAdam, FedAdagrad, FedYogi: adaptivity τ, added to the divisor of the step"""
-    trim_fraction: float = Field(0.2, ge=0, lt=0.5)
-    """FedTrimmedAvg: fraction of the replies dropped at each end, rounded down"""
-    malicious_clients: int = Field(0, ge=0, le=100_000)
-    """Krum, Multi-Krum, Bulyan: number f of malicious replies per round to tolerate"""
-    selected_clients: int = Field(0, ge=0, le=100_000)
-    """Multi-Krum: number of replies to average; 0: all but `malicious-clients`"""
-    q: float = Field(0.1, ge=0, le=100)
-    """q-FedAvg: exponent q of the loss in a client's weight; 0: all clients weigh equally"""
     dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = "none"
     """differential privacy: who clips the updates, and whether the clipping norm is fixed or adaptive"""
     dp_noise_multiplier: float = Field(1.0, ge=0, le=1e4)
@@ -320,6 +345,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _runnable_policy(cls, value: str) -> str:
         check_runnable(value)
+        return value
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        if value not in STRATEGIES and not is_import_path(value):
+            raise ValueError(f"must be {', '.join(STRATEGIES)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("cache_limit")

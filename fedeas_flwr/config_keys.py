@@ -9,12 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, RunConfig
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, RunConfig
 from fedeas_flwr.policies import POLICIES, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
 _UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}
 _WORDS = ("type", "enum", *_LOWER_BOUNDS, *_UPPER_BOUNDS)
+_SCHEMA: dict[str, dict[str, Any]] = RunConfig.model_json_schema()["properties"]
 _ANY = {"integer": "n", "number": "x", "boolean": "true, false", "string": "text"}
 
 
@@ -49,7 +50,7 @@ def run_keys() -> list[Key]:
             {word: field[word] for word in _WORDS if word in field},
             field["description"].replace("\n", " "),
         )
-        for name, field in RunConfig.model_json_schema()["properties"].items()
+        for name, field in _SCHEMA.items()
     ]
 
 
@@ -75,29 +76,8 @@ _DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "
 """Image keys that apply to diffusion models in a folder only."""
 GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
-STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
-    "fedprox": ("fedprox-mu",),
-    "scaffold": ("scaffold-server-rate", "scaffold-weighting"),
-    "moon": ("moon-mu", "moon-temperature"),
-    "fedavgm": ("server-learning-rate", "server-momentum"),
-    "fedadam": ("server-learning-rate", "beta-1", "beta-2", "tau"),
-    "fedadagrad": ("server-learning-rate", "tau"),
-    "fedyogi": ("server-learning-rate", "beta-1", "beta-2", "tau"),
-    "fedtrimmedavg": ("trim-fraction",),
-    "krum": ("malicious-clients",),
-    "multikrum": ("malicious-clients", "selected-clients"),
-    "bulyan": ("malicious-clients",),
-    "qfedavg": ("q",),
-    "fedmix": ("fedmix-lambda", "disclose-mean-images"),
-    "fedgen": (
-        "fedgen-alpha",
-        "fedgen-beta",
-        "fedgen-steps",
-        "fedgen-batch",
-        "fedgen-rate",
-        "fedgen-count-noise",
-        "disclose-label-counts",
-    ),
+STRATEGY_KEYS = {
+    strategy: tuple(name for name, field in _SCHEMA.items() if field.get("of") == strategy) for strategy in STRATEGIES
 }
 """Strategy → the keys that only this strategy reads."""
 _SWITCHES = ("disclose-mean-images", "disclose-label-counts")

@@ -268,7 +268,7 @@ def test_allowed_values_are_shown_briefly() -> None:
     shown = {key.name: key.allowed_shown() for key in run_keys()}
     assert list(shown) == list(KEYS)
     assert shown["alpha"] == "0 < x ≤ 1,000,000"
-    assert shown["trim-fraction"] == "0 ≤ x < 0.5"
+    assert shown["fedmix-lambda"] == "0 ≤ x < 1"
     assert shown["fedgen-batch"] == "2 ≤ n ≤ 65,536"
     assert shown["loss"] == "cross-entropy, class-weighted, logit-adjusted"
     assert (shown["resume"], shown["dataset"]) == ("true, false", "text")
@@ -277,11 +277,9 @@ def test_allowed_values_are_shown_briefly() -> None:
 @pytest.mark.parametrize(
     ("keys", "change", "counts"),
     [
-        ({}, {"q": 0.5}, False),
-        ({"strategy": "qfedavg"}, {"q": 0.5}, True),
-        ({}, {"tau": 0.5, "beta-1": 0.5, "server-momentum": 0.5, "trim-fraction": 0.1, "malicious-clients": 1}, False),
-        ({"strategy": "fedadam"}, {"beta-1": 0.5}, True),
-        ({"strategy": "fedadagrad"}, {"beta-1": 0.5}, False),
+        ({"strategy": "qfedavg"}, {"strategy-args": "q=0.5"}, True),
+        ({"strategy": "mine.algo:build"}, {"strategy-args": "rate=0.5"}, True),
+        ({"strategy": "mine.algo:build"}, {"fedprox-mu": 0.5}, False),
         ({"strategy": "moon"}, {"fedprox-mu": 0.5}, False),
         ({"strategy": "fedmix", "disclose-mean-images": True}, {"fedmix-lambda": 0.5}, True),
         ({"strategy": "fedmix", "disclose-mean-images": True}, {"disclose-label-counts": True}, False),

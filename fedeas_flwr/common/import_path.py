@@ -78,7 +78,7 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
             raise ConfigError(f"{arguments_key or f'{key}-args'}: {path!r} has no argument {name!r}; it has {allowed}")
     try:
         return function(**arguments)
-    except ConfigError:
+    except ConfigError:  # it names the key itself
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {path!r} raised {describe_error(error)}") from error

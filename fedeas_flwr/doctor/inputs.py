@@ -74,12 +74,13 @@ def _is_readable(dataset: str) -> bool:
 
 def check_strategy(config: RunConfig) -> Iterable[Finding]:
     """Check that the strategy works with the other keys and the number of clients."""
-    from fedeas_flwr.strategies.registry import build_strategy
+    from fedeas_flwr.strategies.registry import build_strategy, client_part
 
     if not config.clients:  # check_clients reports it
         return []
     try:
         build_strategy(config)
+        client_part(config)
     except ValueError as error:
         return [problem("strategy", error, "see `fedeas strategies` and docs/strategies.md")]
     return [ok("strategy", config.strategy)]

@@ -28,7 +28,7 @@ from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import STARTUP, summarise
-from fedeas_flwr.strategies.flower import FlowerStrategyAdapter
+from fedeas_flwr.strategies.flower import FlowerStrategyAdapter, has_unknown_state
 from fedeas_flwr.strategies.interface import NeedsDisclosure, Stateful
 from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.training.evaluation import Evaluate
@@ -86,6 +86,9 @@ class Federation:
             self.strategy.noise = self.run.noise(begun=start.round > 0)
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
+        if start.round and has_unknown_state(self.strategy):
+            text = "strategy = '%s' has no state() and load_state(): state that it keeps between rounds starts anew"
+            log(WARNING, text, self.config.strategy)
         if isinstance(self.strategy, NeedsDisclosure):
             self.clients.manager.admitted = self.strategy.disclosing_clients() or None
 

@@ -29,7 +29,7 @@ from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
 from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.registry import build_strategy
+from fedeas_flwr.strategies.registry import build_strategy, client_part
 from fedeas_flwr.training.build import build_network, check_engine
 from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.training.models import split_state
@@ -79,6 +79,7 @@ def check_config(config: RunConfig) -> None:
     open_callbacks(config.callbacks)
     check_own_policy(config)
     build_strategy(config)  # raises if there are too few clients
+    client_part(config)
     device = pick_device(config.device)
     check_engine(config, device)
     if config.backend == "ray":

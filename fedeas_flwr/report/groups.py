@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
@@ -257,26 +258,33 @@ def differences(configs: Sequence[RunConfig]) -> list[str]:
 def _names(configs: Sequence[RunConfig]) -> list[str]:
     """Return group names: the policy if it varies, and the keys that distinguish groups of one policy.
 
-    If strategies vary, a strategy other than FedAvg is always named, so that the comparison is not read as one of
-    policies only.
+    If strategies vary, a strategy other than the default is always named, so that the comparison is not read as one of
+    policies only. An import path is shown by its last part, unless several end in the same.
     """
     policies, strategies = {config.policy for config in configs}, {config.strategy for config in configs}
+    short = {strategy: import_path.short_name(strategy) for strategy in strategies}
     names = []
     for config in configs:
         values = group_key(config)
+        if len(set(short.values())) == len(short):
+            values["strategy"] = short[config.strategy]
         differing = differences([other for other in configs if other.policy == config.policy])
-        if "strategy" not in differing and len(strategies) > 1 and config.strategy != "fedavg":
+        if "strategy" not in differing and len(strategies) > 1 and not _has_default_strategy(config):
             differing.insert(0, "strategy")
-        more = [f"{key} = {_show(values[key])}" for key in differing if key in values]
+        more = [f"{key} = {_show(values[key])}" for key in differing if values.get(key, "") != ""]
         words = [_policy(config)] if len(policies) > 1 or not more else []
         names.append(", ".join([*words, *more]))
     return names
 
 
 def _policy(config: RunConfig) -> str:
-    if _is_baseline(config) and config.strategy != "fedavg":
+    if _is_baseline(config) and not _has_default_strategy(config):
         return "Nothing generated"
     return label_of(config.policy)
+
+
+def _has_default_strategy(config: RunConfig) -> bool:
+    return bool(config.strategy == RunConfig.model_fields["strategy"].default)
 
 
 def _is_baseline(config: RunConfig) -> bool:

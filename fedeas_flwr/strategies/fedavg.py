@@ -8,27 +8,17 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy as flower
 
-from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.strategies.interface import Algorithm
 from fedeas_flwr.strategies.records import ARRAYS, CONFIG, METRICS, WEIGHT, to_arrays, to_record
+
+TRAIN_ALL = {"fraction_train": 1.0, "min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+"""Arguments and attributes of Flower's strategies: the grid holds the round's clients only, and all of them train."""
 
 
 def settings() -> dict[str, Any]:
-    """Return the arguments of every Flower strategy: its grid holds the round's clients only, and all of them train."""
-    return {
-        "fraction_train": 1.0,
-        "min_train_nodes": 1,
-        "min_evaluate_nodes": 1,
-        "min_available_nodes": 1,
-        "weighted_by_key": WEIGHT,
-        "arrayrecord_key": ARRAYS,
-        "configrecord_key": CONFIG,
-    }
-
-
-def build_fedavg(config: RunConfig) -> FedAvg:
-    """Build FedAvg, which has no keys of its own."""
-    return FedAvg(**settings())
+    """Return the arguments of every Flower strategy."""
+    return {**TRAIN_ALL, "weighted_by_key": WEIGHT, "arrayrecord_key": ARRAYS, "configrecord_key": CONFIG}
 
 
 class FedAvg(flower.FedAvg):
@@ -44,3 +34,6 @@ class FedAvg(flower.FedAvg):
         weights = [float(content.metric_records[METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
         states = [to_arrays(content.array_records[ARRAYS]) for content in contents]
         return to_record(weighted_average(states, weights)), None
+
+
+FEDAVG = Algorithm(FedAvg)

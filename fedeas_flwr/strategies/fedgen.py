@@ -31,7 +31,7 @@ from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
+from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
@@ -238,3 +238,6 @@ class FedGenClient(ClientAlgorithm):
         weights = {"alpha": config.fedgen_alpha, "beta": config.fedgen_beta}
         scalars = {n: torch.tensor(term_weight(w, task.number), device=task.device) for n, w in weights.items()}
         return Inputs({**received, **scalars}, task.tensors(tables))
+
+
+FEDGEN = Algorithm(build_fedgen, FedGenClient, extra_models=0.015, disclosure=LABEL_COUNTS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
+from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 # ------------------------------------------------------------------------------------------- disclosure
@@ -60,18 +59,13 @@ MEAN_IMAGES = Disclosure(
 # ----------------------------------------------------------------------------------------------- server
 
 
-def build_fedmix(config: RunConfig) -> FedMix:
-    """Build FedMix's server part; only clients use λ."""
-    return FedMix(**settings())
-
-
 class FedMix(FedAvg):
     """FedAvg that sends every client the means of all clients, one row per client."""
 
     disclosure = MEAN_IMAGES
 
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**keys)
+    def __init__(self) -> None:
+        super().__init__(**settings())
         self._means: Arrays = {}
         self._sent: Arrays = {}
 
@@ -166,3 +160,6 @@ class FedMixClient(ClientAlgorithm):
         rows = rows if len(rows) else np.arange(len(clients))
         drawn = stream(task.config.seed, "fedmix", task.number, task.client).choice(rows, task.steps)
         return Inputs(received, {"other": torch.as_tensor(drawn, device=task.device)})
+
+
+FEDMIX = Algorithm(FedMix, FedMixClient, extra_models=0.03, disclosure=MEAN_IMAGES)

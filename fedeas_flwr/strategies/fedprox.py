@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound
+from fedeas_flwr.strategies.fedavg import FedAvg
+from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientRound
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
@@ -36,3 +37,6 @@ class FedProxClient(ClientAlgorithm):
     def prepare(self, task: ClientRound) -> Inputs:
         """Return wᵗ, under ``start/``."""
         return Inputs({f"start/{name}": value for name, value in task.tensors(task.trainable).items()})
+
+
+FEDPROX = Algorithm(FedAvg, FedProxClient)

@@ -1,4 +1,4 @@
-"""Flower's strategies, unmodified: an adapter to run them in `Federation`, and a builder for each.
+"""Flower's strategies, and a user's with the same interface, unmodified: an adapter to run them in `Federation`.
 
 They take NumPy arrays in messages, draw from global random generators, and keep state in attributes.
 `FlowerStrategyAdapter` converts models to NumPy arrays, seeds their random numbers, and saves and restores the state.
@@ -7,7 +7,7 @@ They take NumPy arrays in messages, draw from global random generators, and keep
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,11 +24,14 @@ from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import Noise, stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
-from fedeas_flwr.strategies.fedavg import settings
-from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
-from fedeas_flwr.strategies.records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
+from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.strategies.interface import Stateful
+from fedeas_flwr.strategies.privacy import privacy_spent
+from fedeas_flwr.strategies.records import ARRAYS, METRICS, WEIGHT, encoded, to_arrays, to_record
 
 STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
+    **dict.fromkeys((FedAvg, flower.FedAvg, flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum), ()),
+    **dict.fromkeys((flower.Bulyan, flower.QFedAvg), ()),
     flower.FedAvgM: ("current_arrays", "momentum_vector"),
     flower.FedAdam: ("m_t", "v_t"),
     flower.FedAdagrad: ("m_t", "v_t"),
@@ -36,17 +39,18 @@ STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.DifferentialPrivacyServerSideAdaptiveClipping: ("clipping_norm",),
     flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
 }
-"""Attributes that carry over from one round to the next. All others are constant or set again by `configure_train`.
+"""Strategy → its attributes that carry over from one round to the next. All others are constant or set again by
+`configure_train`. A strategy of a user's has those of the class that it derives from, or implements `Stateful`.
 tests/strategies/test_flower_strategies.py fails if an attribute is missing here."""
 
 
 class FlowerStrategyAdapter(flower.Strategy):
-    """Run one of Flower's strategies inside `Federation`.
+    """Run one of Flower's strategies, or one like them, inside `Federation`.
 
     Parameters
     ----------
     inner
-        Flower's strategy.
+        The strategy, in its DP wrapper if `dp` is on.
     config
         The run's config.
     """
@@ -109,32 +113,62 @@ class FlowerStrategyAdapter(flower.Strategy):
         return privacy_spent(self.config, self.inner, releases, state.trainable, state.buffers)
 
     def state(self) -> StrategyState:
-        """Return the stateful attributes of the strategy and, under `dp`, of the strategy that it wraps."""
+        """Return the state of the strategy and, under `dp`, of the strategy that it wraps."""
         state = StrategyState()
-        for owner, name in self._stateful_attributes():
-            value = getattr(owner, name)
-            if isinstance(value, float):
-                state.numbers[name] = value
+        for owner in self._owners():
+            if isinstance(owner, Stateful):
+                own = owner.state()
+                state.arrays.update({f"{_OWN}{key}": array for key, array in own.arrays.items()})
+                state.numbers.update({f"{_OWN}{key}": number for key, number in own.numbers.items()})
                 continue
-            for position, (key, array) in enumerate(_named_arrays(value)):
-                # Checkpoints sort array names; the position restores the model's order, which Flower's lists need.
-                state.arrays[f"{name}/{position:06d}/{key}"] = array
+            for name in stateful_attributes(owner):
+                value = getattr(owner, name)
+                if isinstance(value, float):
+                    state.numbers[name] = value
+                    continue
+                for position, (key, array) in enumerate(_named_arrays(value)):
+                    # Checkpoints sort array names; the position restores the model's order, which Flower's lists need.
+                    state.arrays[f"{name}/{position:06d}/{key}"] = array
         return state
 
     def load_state(self, state: StrategyState) -> None:
-        """Restore the attributes; one that ``state`` lacks was not set yet and is left as it is."""
-        for owner, name in self._stateful_attributes():
-            found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
-            if name in state.numbers:
-                setattr(owner, name, state.numbers[name])
-            elif found:
-                arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
-                setattr(owner, name, _to_attribute(name, arrays))
+        """Restore the state; an attribute that ``state`` lacks was not set yet and is left as it is."""
+        for owner in self._owners():
+            if isinstance(owner, Stateful):
+                owner.load_state(StrategyState(_own_part(state.arrays), _own_part(state.numbers)))
+                continue
+            for name in stateful_attributes(owner):
+                found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
+                if name in state.numbers:
+                    setattr(owner, name, state.numbers[name])
+                elif found:
+                    arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
+                    setattr(owner, name, _to_attribute(name, arrays))
 
-    def _stateful_attributes(self) -> Iterator[tuple[flower.Strategy, str]]:
-        for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper and its strategy
-            for name in STATEFUL_ATTRIBUTES.get(type(owner), ()):  # type: ignore[arg-type]
-                yield owner, name  # type: ignore[misc]
+    def _owners(self) -> Iterator[flower.Strategy]:
+        yield self.inner
+        if self.config.dp != "none":
+            yield self.inner.strategy  # type: ignore[attr-defined]
+
+
+_OWN = "own/"
+"""Prefix of the state that a `Stateful` strategy returns."""
+
+
+def _own_part(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(_OWN): value for key, value in values.items() if key.startswith(_OWN)}
+
+
+def stateful_attributes(strategy: flower.Strategy) -> tuple[str, ...]:
+    """Return the attributes that a resume restores: those of the first of its classes that has any listed."""
+    return next((STATEFUL_ATTRIBUTES[kind] for kind in type(strategy).__mro__ if kind in STATEFUL_ATTRIBUTES), ())
+
+
+def has_unknown_state(strategy: flower.Strategy) -> bool:
+    """Return whether a strategy may have state that a resume does not restore."""
+    if isinstance(strategy, FlowerStrategyAdapter):
+        *_, strategy = strategy._owners()
+    return type(strategy) not in STATEFUL_ATTRIBUTES and not isinstance(strategy, Stateful)
 
 
 def _named_arrays(value: Any) -> Iterable[tuple[str, Any]]:
@@ -180,85 +214,36 @@ def seeded_flower_rng(draws: np.random.Generator) -> Iterator[None]:
         differential_privacy.np = dp_adaptive_clipping.np = np  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------------ builders
+# ------------------------------------------------------------------------------------------- Krum and Bulyan
 
 
-def build_fedavgm(config: RunConfig) -> flower.Strategy:
-    """Build FedAvgM: v ← μ v + (θ − mean θ_k), θ ← θ − η v (Hsu et al. 2019)."""
-    rate = config.server_learning_rate or 1.0
-    return flower.FedAvgM(**settings(), server_learning_rate=rate, server_momentum=config.server_momentum)
+def multikrum(config: RunConfig, num_malicious_nodes: int = 0, num_nodes_to_select: int = 0) -> flower.MultiKrum:
+    """Build MultiKrum, which averages all replies but the malicious ones by default; Flower's own default is Krum."""
+    selected = num_nodes_to_select or config.min_replies_per_round - num_malicious_nodes
+    return flower.MultiKrum(**settings(), num_malicious_nodes=num_malicious_nodes, num_nodes_to_select=selected)
 
 
-def build_fedadam(config: RunConfig) -> flower.Strategy:
-    """Build FedAdam: Adam on the mean update (Reddi et al. 2021, Algorithm 2)."""
-    moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
-    return flower.FedAdam(**settings(), eta=config.server_learning_rate or 0.1, **moments)
+def check_replies(strategy: flower.Strategy, config: RunConfig) -> None:
+    """Raise `ConfigError` if a round may have fewer replies than Krum, MultiKrum or Bulyan needs.
 
-
-def build_fedadagrad(config: RunConfig) -> flower.Strategy:
-    """Build FedAdagrad: Adagrad on the mean update (Reddi et al. 2021, Algorithm 2), in Flower without momentum."""
-    return flower.FedAdagrad(**settings(), eta=config.server_learning_rate or 0.1, tau=config.tau)
-
-
-def build_fedyogi(config: RunConfig) -> flower.Strategy:
-    """Build FedYogi: Yogi on the mean update (Reddi et al. 2021, Algorithm 2)."""
-    moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
-    return flower.FedYogi(**settings(), eta=config.server_learning_rate or 0.01, **moments)
-
-
-def build_fedmedian(config: RunConfig) -> flower.Strategy:
-    """Build FedMedian: the coordinate-wise median (Yin et al. 2018)."""
-    return flower.FedMedian(**settings())
-
-
-def build_fedtrimmedavg(config: RunConfig) -> flower.Strategy:
-    """Build FedTrimmedAvg: the coordinate-wise trimmed mean (Yin et al. 2018)."""
-    return flower.FedTrimmedAvg(**settings(), beta=config.trim_fraction)
-
-
-def build_krum(config: RunConfig) -> flower.Strategy:
-    """Build Krum: the single model nearest to its neighbours (Blanchard et al. 2017)."""
-    _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
-    return flower.Krum(**settings(), num_malicious_nodes=config.malicious_clients)
-
-
-def build_multikrum(config: RunConfig) -> flower.Strategy:
-    """Build MultiKrum: the mean of the models with the best Krum scores (Blanchard et al. 2017)."""
-    _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
-    replies = config.min_replies_per_round
-    selected = config.selected_clients or replies - config.malicious_clients
-    if selected > replies:
+    With f malicious replies, Krum and MultiKrum need 2f + 3 (Blanchard et al. 2017), Bulyan 4f + 3 (El Mhamdi et al.
+    2018).
+    """
+    if not isinstance(strategy, flower.MultiKrum | flower.Bulyan):  # Krum is a MultiKrum
+        return
+    malicious, replies = strategy.num_malicious_nodes, config.min_replies_per_round
+    if not isinstance(malicious, int) or malicious < 0:
+        raise ConfigError(f"strategy-args: num_malicious_nodes = {malicious!r}: must be an integer, 0 or more")
+    factor = 2 if isinstance(strategy, flower.MultiKrum) else 4
+    if replies < factor * malicious + 3:
         raise ConfigError(
-            f"selected-clients = {selected}: must be at most {replies}, the minimum number of replies per round"
+            f"strategy = '{config.strategy}' with num_malicious_nodes = {malicious} needs {factor * malicious + 3} "
+            f"replies per round ({factor} · num_malicious_nodes + 3), but clients = {config.clients}, participation = "
+            f"{config.participation:g} and min-replies = {config.min_replies:g} guarantee only {replies}"
         )
-    return flower.MultiKrum(**settings(), num_malicious_nodes=config.malicious_clients, num_nodes_to_select=selected)
-
-
-def build_bulyan(config: RunConfig) -> flower.Strategy:
-    """Build Bulyan: MultiKrum, then the mean of the values nearest to the median (El Mhamdi et al. 2018)."""
-    _need_replies(config, 4 * config.malicious_clients + 3, "4 · malicious-clients + 3")
-    return flower.Bulyan(**settings(), num_malicious_nodes=config.malicious_clients)
-
-
-def build_qfedavg(config: RunConfig) -> flower.Strategy:
-    """Build q-FedAvg: updates weighted by F_k^q (Li et al. 2020, Algorithm 2), L = 1/η of the clients."""
-    return flower.QFedAvg(client_learning_rate=config.learning_rate, q=config.q, train_loss_key=LOSS, **settings())
-
-
-def _need_replies(config: RunConfig, needed: int, rule: str) -> None:
-    if config.min_replies_per_round < needed:
+    selected = strategy.num_nodes_to_select if isinstance(strategy, flower.MultiKrum) else 1
+    if not isinstance(selected, int) or not 1 <= selected <= replies:
         raise ConfigError(
-            f"strategy = '{config.strategy}' with malicious-clients = {config.malicious_clients} needs {needed} "
-            f"replies per round ({rule}), but clients = {config.clients}, participation = {config.participation:g} and "
-            f"min-replies = {config.min_replies:g} guarantee only {config.min_replies_per_round}"
+            f"strategy-args: num_nodes_to_select = {selected!r}: must be an integer from 1 to {replies}, the minimum "
+            "number of replies per round"
         )
-
-
-def adapt(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
-    """Return a builder that wraps Flower's strategy, and its DP wrapper if `dp` is on, in the adapter."""
-    return lambda config: FlowerStrategyAdapter(with_privacy(build(config), config), config)
-
-
-def adapt_if_dp(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
-    """Return a builder that adapts one of our strategies only if `dp` is on; otherwise it takes tensors as it is."""
-    return lambda config: build(config) if config.dp == "none" else adapt(build)(config)

@@ -1,4 +1,4 @@
-"""Interfaces of a learning algorithm beyond Flower's `Strategy`: client part, server part and disclosure.
+"""A learning algorithm, and its interfaces beyond Flower's `Strategy`: client part, server part and disclosure.
 
 A client runs `ClientAlgorithm` around its local training:
 
@@ -24,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.npy import Arrays, is_tensor, to_numpy
@@ -112,9 +113,12 @@ class Disclosure:
         Raises
         ------
         ConfigError
-            If the key is false; the message names what would be disclosed.
+            If the key is false or missing; if it is false, the message names what would be disclosed.
         """
-        if not config.to_user_dict()[self.key]:
+        allowed = config.to_user_dict().get(self.key)
+        if allowed is None:
+            raise ConfigError(f"strategy = '{config.strategy}' needs the key {self.key}, which the run-config lacks")
+        if not allowed:
             raise ConfigError(
                 f"{self.key} = false: strategy = '{config.strategy}' needs it to be true, "
                 f"and then discloses of every client {self.what}"
@@ -126,6 +130,26 @@ class Disclosure:
         if len(labels) == 0:
             raise ValueError(f"{self.key} = true: this client holds 0 images, wanted 1 or more")
         return self.arrays(config, images, labels)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A learning algorithm: how its server and client parts are built, and its row in the table of strategies.
+
+    Both builders are called by keyword: with `config`, the run-config, if they name it, and with those of
+    `strategy-args` that they name. The server's also gets those arguments of `registry.offered` that it names.
+    """
+
+    build: Callable[..., Strategy]
+    """Builds the server part: a function, or the strategy's class."""
+    client: Callable[..., ClientAlgorithm] = ClientAlgorithm
+    """Builds the client part."""
+    discloses: str = "nothing"
+    """What a client discloses in addition to its model update and number of real samples, which FedAvg needs."""
+    extra_models: float = 0
+    """Traffic per client and round beyond sending the model and receiving it back, in units of one model."""
+    disclosure: Disclosure | None = None
+    """What every client discloses before training; None: nothing. The run-config must set `Disclosure.key` to true."""
 
 
 @runtime_checkable
@@ -145,14 +169,17 @@ class NeedsDisclosure(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A strategy with state beyond the model: `load_state` restores on resume what `state` returned."""
+    """A strategy with state beyond the model: `load_state` restores on resume what `state` returned.
+
+    A user's strategy in `FlowerStrategyAdapter` may implement it too.
+    """
 
     def state(self) -> StrategyState:
         """Return everything that changes from round to round, except the model."""
         ...
 
     def load_state(self, state: StrategyState) -> None:
-        """Restore a state that `state` returned."""
+        """Restore a state that `state` returned; in a new run it is empty."""
         ...
 
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
+from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientAlgorithmResult, ClientRound
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits
@@ -49,7 +49,7 @@ def build_moon(config: RunConfig) -> FedAvg:
                 f"model = '{config.model}': strategy = 'moon' needs features that depend on one image only, so the "
                 f"BatchNorm {name} must have track_running_stats=True"
             )
-    return build_fedavg(config)
+    return FedAvg(**settings())
 
 
 def moon_client(config: RunConfig) -> ClientAlgorithm:
@@ -115,3 +115,6 @@ class MoonClient(ClientAlgorithm):
     def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Return the trained model as memory."""
         return ClientAlgorithmResult(memory={**trainable, **buffers})
+
+
+MOON = Algorithm(build_moon, moon_client)

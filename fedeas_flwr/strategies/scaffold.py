@@ -24,7 +24,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
+from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
@@ -137,3 +137,11 @@ def client_control_variate(task: ClientRound) -> dict[str, torch.Tensor]:
     if task.memory:
         return task.tensors(task.memory)
     return {name: torch.zeros_like(value) for name, value in task.tensors(task.extra).items()}
+
+
+SCAFFOLD = Algorithm(
+    build_scaffold,
+    ScaffoldClient,
+    discloses="nothing: the change of its control variate follows from its update and its number of steps",
+    extra_models=2,
+)

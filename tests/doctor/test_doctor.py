@@ -241,7 +241,7 @@ def test_check_generator_rejects_invalid_sampler_steps(
         (
             {"clients": 2, "strategy": "krum"},
             "strategy",
-            "strategy = 'krum' with malicious-clients = 0 needs 3 replies",
+            "strategy = 'krum' with num_malicious_nodes = 0 needs 3 replies",
         ),
         ({"strategy": "scaffold", "momentum": 0.9}, "strategy", "momentum = 0.9: must be 0 with strategy = 'scaffold'"),
     ],

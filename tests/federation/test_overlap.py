@@ -21,13 +21,13 @@ from waiting import LONG
 from fedeas_flwr import server_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.npy import Arrays, to_numpy
+from fedeas_flwr.config import STRATEGIES
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.federation import BackgroundTask, Federation
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
-from fedeas_flwr.strategies.registry import ALGORITHMS
 
 OK = {"accuracy": 0.5, "loss": 1.0}
 
@@ -330,7 +330,7 @@ QUICK = ("fedavg", "scaffold", "fedavgm")
 
 
 @pytest.mark.parametrize(
-    "strategy", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in sorted(ALGORITHMS)]
+    "strategy", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in sorted(STRATEGIES)]
 )
 @pytest.mark.parametrize("in_process", [False, True])
 def test_round_state_is_not_modified_by_later_rounds(

@@ -33,7 +33,7 @@ CHEAP: dict[str, Any] = {"sampler_steps": 2, "generation_batch": 16}
 NEEDS: dict[str, dict[str, Any]] = {
     "fedgen": {"disclose_label_counts": True, "fedgen_steps": 2},
     "fedmix": {"disclose_mean_images": True},
-    **{name: {"clients": 8, "malicious_clients": 1} for name in ("krum", "multikrum", "bulyan")},
+    **{name: {"clients": 8, "strategy_args": "num_malicious_nodes=1"} for name in ("krum", "multikrum", "bulyan")},
 }
 """Keys that some strategies need, with this number of clients."""
 

@@ -147,6 +147,18 @@ def test_group_names_state_strategies_other_than_fedavg(tmp_path: Path) -> None:
     assert [group.name for group in grouped(runs[0])] == ["Oversampling, nothing generated"]
 
 
+def test_own_strategy_is_named_by_the_last_part_of_its_path(tmp_path: Path) -> None:
+    ways = {"fedavg": "", "mine.first:Slow": "rate=0.5", "mine.second:build": "", "mine.third:build": ""}
+    runs = [
+        write_run(tmp_path / str(place), [0.5], strategy=strategy, strategy_args=arguments)
+        for place, (strategy, arguments) in enumerate(ways.items())
+    ]
+    names = [group.name for group in grouped(*runs[:3])]
+    assert sorted(names) == ["strategy = Slow, strategy-args = rate=0.5", "strategy = build", "strategy = fedavg"]
+    names = [group.name for group in grouped(*runs[2:])]
+    assert sorted(names) == ["strategy = mine.second:build", "strategy = mine.third:build"]
+
+
 @pytest.mark.parametrize(
     ("keys", "unread"),
     [

@@ -17,14 +17,13 @@ from rich.console import Console
 from fedeas_flwr.commands import images as images_command
 from fedeas_flwr.commands.app import app
 from fedeas_flwr.common.errors import ConfigError, RunError
-from fedeas_flwr.config import KEYS
+from fedeas_flwr.config import KEYS, STRATEGIES
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.launch import progress
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.registry import ALGORITHMS
 
 
 def fedeas(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -93,7 +92,7 @@ def test_tables_can_be_printed_as_json(
     keys = json.loads(fedeas(capsys, "keys", "--format", "json"))
     assert tuple(row["key"] for row in keys) == KEYS and keys[0]["default"] == "digits"
     found = json.loads(fedeas(capsys, "strategies", "--format", "json"))
-    assert len(found) == len(ALGORITHMS)
+    assert len(found) == len(STRATEGIES)
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     assert json.loads(fedeas(capsys, "cache", "ls", "--format", "json")) == []
     for args in (["keys"], ["strategies"], ["cache", "ls"], ["sweep", "c.toml"], ["runs", "ls"], ["plan"], ["doctor"]):

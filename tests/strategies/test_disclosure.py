@@ -17,17 +17,18 @@ from runners import finish, pass_models_by_reference, quick, weights
 import fedeas_flwr.federation.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.common.errors import ConfigError, MessageError, RunError
+from fedeas_flwr.config import STRATEGIES
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.interface import NeedsDisclosure
 from fedeas_flwr.strategies.records import ARRAYS, CONFIG
-from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
+from fedeas_flwr.strategies.registry import build_strategy, find_algorithm
 
 DISCLOSING: dict[str, dict[str, Any]] = {
     name: {"strategy": name, algorithm.disclosure.key.replace("-", "_"): True}
-    for name, algorithm in ALGORITHMS.items()
+    for name, algorithm in ((name, find_algorithm(name)) for name in STRATEGIES)
     if algorithm.disclosure
 }
 
@@ -58,7 +59,7 @@ def questions() -> list[str]:
 
 @pytest.mark.parametrize("name", DISCLOSING)
 def test_disclosure_without_its_key_is_rejected(tmp_path: Path, name: str) -> None:
-    disclosure = ALGORITHMS[name].disclosure
+    disclosure = find_algorithm(name).disclosure
     assert disclosure is not None
     config = quick(tmp_path / "r", strategy=name, policy="none")
     with pytest.raises(ConfigError) as refused:
@@ -73,7 +74,7 @@ def test_disclosure_without_its_key_is_rejected(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", DISCLOSING)
 def test_client_rejects_question_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
-    disclosure = ALGORITHMS[name].disclosure
+    disclosure = find_algorithm(name).disclosure
     assert disclosure is not None
     allowed = quick(tmp_path / "r", policy="none", **DISCLOSING[name]).to_user_dict()
     for keys, words in (
@@ -92,7 +93,7 @@ def test_client_rejects_question_its_config_does_not_allow(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", DISCLOSING)
 def test_disclosures_are_collected_once_and_kept_on_resume(tmp_path: Path, name: str) -> None:
-    disclosure = ALGORITHMS[name].disclosure
+    disclosure = find_algorithm(name).disclosure
     assert disclosure is not None
     keys = {"policy": "none", **DISCLOSING[name]}
     whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
@@ -225,9 +226,9 @@ def test_invalid_disclosure_error_names_value_and_range(
     assert not strategy.disclosing_clients()
 
 
-def test_dp_is_rejected_only_for_the_strategies_it_names(tmp_path: Path) -> None:
+def test_dp_is_rejected_for_strategies_that_send_more_than_models(tmp_path: Path) -> None:
     refused = set()
-    for name in ALGORITHMS:
+    for name in STRATEGIES:
         try:
             build_strategy(
                 quick(tmp_path, **{"clients": 20, **DISCLOSING.get(name, {"strategy": name}), "dp": "client-fixed"})
@@ -235,13 +236,13 @@ def test_dp_is_rejected_only_for_the_strategies_it_names(tmp_path: Path) -> None
         except ConfigError as error:
             refused.add(name)
             assert f"dp = 'client-fixed' does not cover all that strategy = '{name}' sends" in str(error)
-            assert "set dp = none, or choose a strategy other than scaffold, fedmix and fedgen" in str(error)
+            assert "set dp = none, or choose a strategy that sends nothing but models" in str(error)
     assert refused == {"scaffold", "fedmix", "fedgen"}
 
 
 @pytest.mark.parametrize("name", DISCLOSING)
 def test_client_without_images_raises_on_disclosure(tmp_path: Path, name: str) -> None:
-    disclosure = ALGORITHMS[name].disclosure
+    disclosure = find_algorithm(name).disclosure
     assert disclosure is not None
     with pytest.raises(ValueError, match=f"{disclosure.key} = true: this client holds 0 images, wanted 1 or more"):
         disclosure.answer(quick(tmp_path, **DISCLOSING[name]), np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int64))

@@ -16,10 +16,11 @@ from runners import CHEAP, NEEDS, finish, small
 from safetensors.numpy import load_file
 
 from fedeas_flwr.common.devices import configure_torch
+from fedeas_flwr.config import STRATEGIES
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.fedgen_generator import new_generator
 from fedeas_flwr.strategies.interface import ClientRound
-from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
+from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -55,7 +56,7 @@ def assert_no_fallback(run: RunDirectory) -> None:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("strategy", sorted(ALGORITHMS))
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_every_strategy_on_gpu_matches_cpu(tmp_path: Path, strategy: str) -> None:
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, **NEEDS.get(strategy, {})}
     keys |= (
