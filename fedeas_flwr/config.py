@@ -327,13 +327,6 @@ class RunConfig(BaseModel):
             raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _migrate_bool_shared_images(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Read records from older versions, in which `shared-images` was true (by class) or false."""
-        shared = values.get("shared-images")
-        return {**values, "shared-images": "by-class" if shared else "no"} if isinstance(shared, bool) else values
-
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, value: str) -> str:

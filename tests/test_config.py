@@ -140,10 +140,7 @@ def test_config_round_trip_through_user_dict() -> None:
     assert config.with_changes(beta=3.0).beta == 3.0
 
 
-def test_boolean_shared_images_are_migrated() -> None:
-    """Old run records hold booleans; other values get an error that names the allowed ones."""
-    assert parse_config({"shared-images": True}).shared_images == "by-class"
-    assert parse_config({"shared-images": False}).shared_images == "no" == parse_config({}).shared_images
+def test_shared_images_name_the_allowed_values() -> None:
     with pytest.raises(ConfigError, match="shared-images = 'yes': must be 'no', 'by-class' or 'one-seed'"):
         parse_config({"shared-images": "yes"})
     with pytest.raises(ConfigError, match="shared-images = 'one-seed': must be no or by-class with a bank"):

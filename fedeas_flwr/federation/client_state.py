@@ -85,8 +85,7 @@ class ClientStore:
         try:
             found, memory = read_checked(path, self._of_round(accepted_round))
             generate, counts = (None if row is None else tuple(row) for row in (found["generate"], found["counts"]))
-            rest = found["generator"], counts, found.get("not_made", 0), found.get("part", 1)  # older files lack these
-            return ClientState(generate, memory, *rest)
+            return ClientState(generate, memory, found["generator"], counts, found["not_made"], found["part"])
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"client state of round {accepted_round}: {error}") from None
 

@@ -22,7 +22,7 @@ from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
-from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK, efficiency, last_20, score_name, seconds_of
+from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK, efficiency, last_20, score_name
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -164,7 +164,7 @@ class Group:
 
     def seconds(self, phase: str) -> float:
         """Return the seconds of a phase, mean over seeds."""
-        return statistics.fmean(seconds_of(phase, member.summary["seconds"]) for member in self.members)
+        return statistics.fmean(member.summary["seconds"].get(phase, 0.0) for member in self.members)
 
     @property
     def wall_clock(self) -> float:

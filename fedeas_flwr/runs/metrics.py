@@ -22,16 +22,6 @@ BACKGROUND_PHASES = ("gamma_hat", "evaluate")
 """Γ̂ and evaluation, mostly in the background of the next round: do not add them to the other phases."""
 
 
-def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a phase in a record or a summary.
-
-    Older records have no ``end_wait``: the server waited for every Γ̂, and for the evaluation or ``test_wait`` seconds.
-    """
-    if phase == "end_wait" and phase not in seconds:
-        return seconds.get("test_wait", seconds.get("evaluate", 0.0)) + seconds.get("gamma_hat", 0.0)
-    return seconds.get(phase, 0.0)
-
-
 def last_20(accuracies: Sequence[float]) -> float:
     """Return the mean accuracy of the last min(20, T) rounds, the paper's main metric."""
     return float(np.mean(accuracies[-20:]))
@@ -108,7 +98,7 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),
         **({"gaps": gaps} if gaps else {}),
-        "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
+        "seconds": {phase: round(sum(r["seconds"].get(phase, 0.0) for r in rounds), 3) for phase in phases},
     }
 
 

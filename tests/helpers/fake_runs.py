@@ -34,7 +34,8 @@ def write_run(
     if not config.dataset.startswith("own:"):  # those may be gone
         run.record_inputs(config.dataset, dataset_info(config.dataset).classes, {})
     for number, accuracy in enumerate(accuracies, 1):
-        seconds = {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "generating": 1.0, "training": 3.0}
+        seconds = {"clients": 2.0, "aggregate": 0.5, "end_wait": 0.25, "evaluate": 0.25}
+        seconds |= {"generating": 1.0, "training": 3.0}
         seconds |= {"startup": 2.0} if number == 1 else {}
         more = extra[number - 1] if extra else {}
         record = {"round": number, "accuracy": accuracy, "clients": [0, 1, 2, 3], "failures": [], "generated": images}
