@@ -125,7 +125,7 @@ def test_sweep_and_report_show_it_next_to_the_others_at_the_same_total(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     keys = ["clients=2", "participation=1.0", "rounds=1", "backend=inline", "sampler-steps=2"]
-    grid = "--grid=policy=none,fedeas,rules:same_budget"
+    grid = "--grid=policy=fedeas,rules:same_budget"
     swept = run_in_process("sweep", "own-policy.toml", *keys, grid, f"--out={tmp_path}", cwd=EXAMPLE)
     assert swept.returncode == 0, swept.stderr
     found = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)

@@ -235,8 +235,9 @@ def test_full_batch_step_uses_double_backward_batchnorm() -> None:
         EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective),
         GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective),
     ):
-        with OperationCounter() as counted:
-            _, *state = engine.train(*read_state(model), images, labels, np.random.default_rng(3), inputs)
+        for _ in range(2):  # the first time, an engine also looks at the network
+            with OperationCounter() as counted:
+                _, *state = engine.train(*read_state(model), images, labels, np.random.default_rng(3), inputs)
         states.append({**state[0], **state[1]})
         numbers.append(counted.number)
     assert numbers[1] < 0.6 * numbers[0]
