@@ -143,7 +143,7 @@ def test_torchvision_networks_train_in_graphs(name: str) -> None:
         for number in range(2):
             result, trained, _ = engine.train(*read_state(start), *data, np.random.default_rng(number))
         assert np.isfinite(result.loss)
-        ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
+        ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten().double() for key in before]))
     graphed, by_rounding = (1 - torch.nn.functional.cosine_similarity(ways[0], way, dim=0) for way in ways[1:])
     assert graphed < 3 * by_rounding + 1e-4
 
@@ -158,7 +158,7 @@ def test_failing_fused_layer_is_replaced_by_pytorchs(tmp_path: Path, monkeypatch
         return type(layer).forward(layer, x)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(FusedLayers, "_batchnorm", fail)
-    run = finish(small(tmp_path / "run", policy="none", **GPU))
+    run = finish(small(tmp_path / "run", policy="none", model="users_models:with_batchnorm", **GPU))
     said = (run.path / "flower.log").read_text()
     line = (
         "no CUDA graph of a training step (a mistake of the kernel); from here on in CUDA graphs with PyTorch's layers"
