@@ -16,6 +16,7 @@ place of a name; own_policies.py loads it. This module needs NumPy only.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -366,7 +367,9 @@ def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:
         return frozenset({"total"}) if total_given else MatchedPolicy.settings
     if is_import_path(policy):
         return MatchedPolicy.settings
-    raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
+    near = difflib.get_close_matches(policy.lower(), [*POLICIES, *REFERENCES], n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}{hint}")
 
 
 def allocate(

@@ -71,7 +71,7 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
     may_be_ids = kind != ".json" and not clients and id_column is None
     for k, row in enumerate(rows):
         for c, n in enumerate(row):
-            _check_count(path, k, c, n, classes[0] if classes and may_be_ids and c == 0 else "")
+            _check_count(path, k, c + bool(clients), n, classes[0] if classes and may_be_ids and c == 0 else "")
     _check_columns(path, rows, classes, may_be_ids)
     return Counts(np.array(rows, dtype=np.int64), classes, clients)
 

@@ -69,6 +69,7 @@ MISTAKES = {
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
     "a dataset that is none": (("plan", "--dataset", "mnist"), ["dataset = 'mnist': must be", "cifar100", "own:PATH"]),
+    "a policy in capitals to plan": (("plan", "policy=FedEAS"), ["policy='FedEAS': must be", "did you mean 'fedeas'?"]),
     "own data nowhere to plan": (("plan", "--dataset", "own:"), ["dataset = 'own:': must be", "own:PATH"]),
     "data-dir nowhere": (
         ("run", QUICKSTART, "dataset=cifar10", "policy=none", "data-dir=/nope"),

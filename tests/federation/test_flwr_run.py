@@ -95,6 +95,18 @@ def test_superlink_of_another_project_is_a_warning(
     assert re.fullmatch(warning, flwr_run.describe_foreign_environment())
 
 
+@pytest.mark.parametrize("foreign", ["", "has no fedeas-flwr"])
+def test_simulation_logs_its_superlink_and_warns_of_another_projects(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, foreign: str
+) -> None:
+    monkeypatch.setattr(flwr_run, "describe_foreign_environment", lambda: foreign)
+    flwr_run.log_surroundings(object.__new__(flwr_run.SimulationGrid), RunConfig())
+    first, *others = [(record.levelname, record.getMessage()) for record in said.records]
+    assert first == ("INFO", f"SuperLink: {flwr_run.describe_superlink()}")
+    warning = f"This SuperLink's environment {foreign}; to use another: README, With `flwr run`"
+    assert others == [("WARNING", warning)] * bool(foreign)
+
+
 # ------------------------------------------------------------------------------------------------ keys and shares
 
 
@@ -142,11 +154,18 @@ def test_shares_that_leave_no_room_name_flowers_key(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------ a whole run
 
 
-def test_run_logs_its_plan_and_its_result(said: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_run_logs_keys_without_effect_its_plan_and_its_result(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(server_app, "is_plain_run", lambda grid: True)
+    monkeypatch.setattr(server_app, "warn_without_gpu_share", devices.append)
     values = quick(tmp_path / "r", policy="oversample", rounds=2).to_user_dict()
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
     server_app.app(InlineGrid(client_app.app, 4, values), context)
     lines = [record.getMessage() for record in said.records]
+    assert devices == ["cpu"], "the clients' GPU shares were not checked"
+    assert any(line.startswith("backend = 'inline': no effect with `flwr run`") for line in lines)
     planned = planned_allocation(parse_config(values), planned_counts(parse_config(values), 4)).sum()
     assert f"Plan: policy oversample, β = 4: {planned} synthetic images for 4 clients" in lines
     assert re.fullmatch(

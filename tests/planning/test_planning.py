@@ -271,6 +271,7 @@ def test_plan_shows_the_names_of_clients() -> None:
         ("a.csv", "", "holds no counts"),
         ("a.csv", "cat,dog\n", "holds no counts"),
         ("a.csv", "client\n3\n", "holds no counts"),
+        ("a.csv", "client,cat\na,x\n", "row 1, column 2 is 'x'"),  # as in the file, with the clients' names
         ("a.csv", "client,cat\n0,1\n1\n", "row 2 has 0 classes"),
         ("a.csv", ",2\n3,4\n", "row 1, column 1 is ''"),
         ("a.csv", "1,2\n3\n", "row 2 has 1 class, "),

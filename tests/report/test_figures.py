@@ -159,6 +159,25 @@ def test_paper_figures_have_no_overlap() -> None:
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
 
 
+def test_figures_claim_only_what_their_runs_show() -> None:
+    left, right = draw_motivation(setting_of(find_results(all_cells(), "full", [RESULTS], {}))).axes
+    titles = ["(a) Images to generate per client", "(b) Accuracy by policy"]
+    assert [axes.get_title(loc="left") for axes in (left, right)] == titles
+    assert [(axes.get_yscale(), axes.get_ylim()[0]) for axes in (left, right)] == [("linear", 0)] * 2
+    assert _names_in_legend(right) == ["the paper's", "ours, 1 seed"]
+    bars = Figure().subplots()
+    _draw_bars(bars, [Value("c/fedavg", "", (5.0, 9.0), (1, 2), 55.0), Value("c/fedeas", "", (9.0,), (1,), 71.0)])
+    assert _names_in_legend(bars)[1] == "ours, 1 to 2 seeds"
+    groups, _ = group_runs([RunDirectory(RESULTS / "quickstart" / policy) for policy in ("none", "fedeas")])
+    title = comparison_figure(groups).axes[2].get_title()
+    assert title == "Test accuracy by round (dashed and below: mean of all rounds)"
+
+
+def _names_in_legend(axes: Axes) -> list[str]:
+    legend = axes.get_legend()
+    return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
 def test_coinciding_rounds_are_both_visible_and_titles_aligned() -> None:
     """With 20 clients FedEAS and Missing-only reach 70 % in the same round, so their lines coincide."""
     figure = draw_convergence(setting_of(find_results(all_cells(), "full", [RESULTS], {})))
