@@ -250,6 +250,7 @@ def test_invalid_counts_are_named(counts: object, message: str) -> None:
         (lambda: budget([[1, 2]], 1, gamma=-0.5), "gamma=-0.5"),
         (lambda: budget([[1, 2]], 1e300), r"beta=1e\+300 .*below 2\*\*40"),
         (lambda: uniform([[1, 2]], -1), "total=-1: must be an integer from 0"),
+        (lambda: waterfill([[1, 2]], 2**40 + 1), r"total=1099511627777: must be an integer from 0 to 2\*\*40"),
         (lambda: waterfill([[1, 2]], 1.5), "total=1.5"),  # type: ignore[arg-type]
         (lambda: greedy([[1, 2]], True), "total=True"),
         (lambda: greedy([[10**9, 0]], 10**8), "total=100000000: greedy .* one at a time, 10,000,000 .* waterfill"),

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from fedeas_flwr.common.processes import ProcessTree
+from fedeas_flwr.common.processes import MARK, ProcessTree
 
 CHAIN = """
 import subprocess, sys, time
@@ -99,6 +99,24 @@ def test_process_tree_ends_parents_before_they_replace_children(monkeypatch: pyt
     for process in left:
         kill(process)
     assert left == []
+
+
+def test_process_tree_ends_what_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, mark, late = subprocess.Popen(["sleep", "600"]), f"mark {os.getpid()}", []
+    kill = psutil.Process.kill
+
+    def kill_too_late(self: psutil.Process) -> None:
+        if not late:  # orphaned at once, with the mark
+            late.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark}))
+        kill(self)
+
+    monkeypatch.setattr(psutil.Process, "kill", kill_too_late)
+    ProcessTree(root, mark).end()
+    ended = [process.poll() is not None for process in (root, *late)]
+    for process in (root, *late):
+        process.kill()
+        process.wait()
+    assert ended == [True, True], "it returned before all processes had ended"
 
 
 def test_reused_pid_does_not_belong_to_the_process_tree(root: subprocess.Popen[bytes]) -> None:
