@@ -104,6 +104,11 @@ def test_plan_command_needs_only_the_listed_packages() -> None:
     code = "from fedeas_flwr.commands.app import main\nmain()"
     for words in ([], ["conf/cifar10-k20.toml"], ["--counts", "tests/helpers/three_clients.csv"]):
         assert "To generate:" in run_without(f"name not in {absent!r}", code, "plan", *words)
+    for words in (["plan", "--figures", "figures"], ["run", "conf/quickstart.toml"]):
+        script = f"{BLOCK}\nallowed = lambda name: name not in {absent!r}\n{code}"
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=ROOT)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and "Traceback" not in done.stderr and re.search("needs the package '[a-z]+'", last)
 
 
 def test_deployment_guide_installs_this_version() -> None:

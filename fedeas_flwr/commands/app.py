@@ -79,7 +79,8 @@ def main() -> None:
         if isinstance(code, int):
             sys.exit(code)
     except Exception as error:
-        if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or is_out_of_memory(error)):
+        expected = (click.ClickException, RunError, ValueError, OSError, ModuleNotFoundError)
+        if not (isinstance(error, expected) or is_out_of_memory(error)):
             raise
         print("error: " + one_line(_format_error(error), MAX_LINE), file=sys.stderr)
         sys.exit(exit_code(error))
@@ -95,6 +96,8 @@ def exit_code(error: Exception) -> int:
 def _format_error(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
+    if isinstance(error, ModuleNotFoundError):  # installed with --no-deps, for planning alone
+        return f"this command needs the package {error.name!r}: pip install fedeas-flwr, with its dependencies"
     if isinstance(error, OSError) and error.strerror:
         unnamed = "standard output or a temporary file: " if error.errno in DISK_ERRORS else ""
         place = f"{error.filename}: " if error.filename else unnamed
