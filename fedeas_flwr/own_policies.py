@@ -156,6 +156,8 @@ def load_policy(path: str, arguments: str = "") -> Policy:
     if not isinstance(found, Policy):
         kind = f"is of type {type(found).__name__}"
         raise ConfigError(f"policy: {path!r} {kind}: must be a function of a client's counts, or a Policy")
+    if not hasattr(found, "name"):
+        found.name = path
     return found
 
 
@@ -181,36 +183,47 @@ def check_policy(policy: Policy, counts: IntArray, settings: PolicySettings) -> 
         If its plan is not made of integers of at least 0, differs between two calls or depends on other clients'
         counts, exceeds its own ``max_total`` or misses its total, or if a ``total`` is given that it does not take.
     """
+    try:
+        _check_plans(policy, counts, settings)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"policy: {policy.name!r} raised {describe_error(error)}") from error
+
+
+def _check_plans(policy: Policy, counts: IntArray, settings: PolicySettings) -> None:
+    """Check every part of a policy's plan; see `check_policy`."""
     name, matches = policy.name, isinstance(policy, MatchedPolicy)
     if settings.total is not None and not matches:
         raise ConfigError(f"total = {settings.total}: policy {name!r} sets its own; write @matched before the function")
     if not policy.parts or policy.parts[0] != 1 or list(policy.parts) != sorted({*policy.parts}):
         raise ConfigError(f"policy: {name!r} has parts = {policy.parts!r}: must be ascending rounds from 1")
-    view = ClientView(counts, settings, round=policy.parts[-1])
-    try:
-        view = replace(view, shares=split_over_rows(policy, view))
+    view = ClientView(counts, settings)
+    view = replace(view, shares=split_over_rows(policy, view))
+    for first in policy.parts:
+        view = replace(view, round=first)
         planned, again = (checked_plan(policy, view) for _ in range(2))
         rows = [
             checked_plan(policy, replace(view, counts=counts[k : k + 1], shares=view.shares[k : k + 1]))[0]
             for k in range(len(counts))
         ]
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"policy: {name!r} raised {describe_error(error)}") from error
-    if not np.array_equal(planned, again):
-        raise ConfigError(f"policy: {name!r} returned another plan when called again: must be deterministic")
-    if not np.array_equal(planned, rows):
-        raise ConfigError(f"policy: {name!r} plans a client's images by other clients' counts: must use its own only")
-    if policy.repeats:
-        return
-    for k, (row, samples) in enumerate(zip(planned.sum(axis=1), counts.sum(axis=1), strict=True)):
-        share = view.shares[k] if matches else EMPTY_SHARE
-        limit = policy.max_total(int(samples), counts.shape[1], settings, share)
-        if row > limit:
+        if not np.array_equal(planned, again):
+            raise ConfigError(f"policy: {name!r} returned another plan when called again: must be deterministic")
+        if not np.array_equal(planned, rows):
             raise ConfigError(
-                f"policy: {name!r} plans {row} images for a client with {samples} samples, but its max_total is {limit}"
+                f"policy: {name!r} plans a client's images by other clients' counts: must use its own only"
             )
+        for k, (row, samples) in enumerate(zip(planned.sum(axis=1), counts.sum(axis=1), strict=True)):
+            share = view.shares[k] if matches else EMPTY_SHARE
+            limit = policy.max_total(int(samples), counts.shape[1], settings, share)
+            if row > limit and not policy.repeats:
+                raise ConfigError(
+                    f"policy: {name!r} plans {row} images for a client with {samples} samples, "
+                    f"but its max_total is {limit}"
+                )
+    total = FEDEAS.plan(view).sum() if settings.total is None else settings.total
+    if matches and planned.sum() != total:
+        raise ConfigError(f"policy: {name!r} plans {planned.sum()} images in total: must be {total}")
 
 
 def probe_counts(classes: int) -> IntArray:

@@ -44,8 +44,8 @@ INNER_LAYERS = {
     ],
     "generators": [
         {"interface"},
-        {"cache", "bank", "diffusion", "own"},
-        {"fill", "cache_maintenance", "sd_turbo", "classifier"},
+        {"cache", "bank", "diffusion"},
+        {"fill", "cache_maintenance", "sd_turbo", "classifier", "own"},
         {"learn"},
         {"opening"},
         {"quality", "service"},

@@ -184,6 +184,10 @@ WRONG = {
     "users_policies:random": "must be deterministic",
     "users_policies:UsesOthers": "by other clients' counts",
     "users_policies:too_many": "but its max_total is",
+    "users_policies:MaxTotalRaises": "raised KeyError: 'most'",
+    "users_policies:MissesTotal": "plans 5 images in total: must be 360",
+    "users_policies:NoParts": "raised TypeError",
+    "users_policies:WrongFirstPart": "must be an integer from 0",
 }
 
 
@@ -196,6 +200,12 @@ def test_wrong_policy_is_one_line_and_nothing_starts(tmp_path: Path, path: str) 
     (line,) = found.stderr.splitlines()
     assert "policy" in line and path.split(":")[1].lower() in line.lower().replace("-", "") and WRONG[path] in line
     assert not (tmp_path / "r").exists()
+
+
+def test_policy_without_a_name_has_its_path_as_name() -> None:
+    policy = find_policy("users_policies:Nameless")
+    check_policy(policy, probe_counts(10), PolicySettings(6.0))
+    assert policy.name == "users_policies:Nameless"
 
 
 def test_doctor_checks_the_policy() -> None:

@@ -109,7 +109,7 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 def check_for_run(config: RunConfig, device: str) -> None:
     """Raise the errors of `open_for_run` that can be found without building or training a model.
 
-    Not for a bank, which is checked by opening it.
+    Not for a bank, which is checked by opening it. A generator of a user's own is opened, and generates two images.
     """
     kind, where = config.generator_spec
     if kind == "sd-turbo":
@@ -119,7 +119,9 @@ def check_for_run(config: RunConfig, device: str) -> None:
         find_pipeline(where)
         return
     if kind == "import path":
-        open_for_run(config, device)
+        from fedeas_flwr.generators.own import check_own
+
+        check_own(where, open_for_run(config, device))
         return
     from fedeas_flwr.generators.diffusion.model_folder import read_model
     from fedeas_flwr.generators.diffusion.sampler import Settings

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.import_path import accepted_arguments, call_with, import_object
-from fedeas_flwr.generators.interface import Generator
+from fedeas_flwr.generators.cache import sample_checked
+from fedeas_flwr.generators.interface import Generator, SampleId
 
 _ATTRIBUTES = ("fingerprint", "image_shape", "num_classes", "sample")
 
@@ -42,3 +43,9 @@ def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, 
             f"classes of images {list(needed[1])}"
         )
     return generator
+
+
+def check_own(path: str, generator: Generator) -> None:
+    """Raise `ConfigError` if a generator of a user's own cannot generate two images."""
+    samples = [SampleId(0, 0, 0, index) for index in range(2)]
+    call_with(lambda: sample_checked(generator, samples), path, "generator", {})

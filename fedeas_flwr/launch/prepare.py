@@ -23,6 +23,7 @@ from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.generators.interface import Generator, images_per_class
 from fedeas_flwr.generators.opening import check_for_run, generator_warning, open_for_run
+from fedeas_flwr.generators.own import check_own
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
@@ -61,6 +62,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
         open_generator = own_generator if config.backend == "inline" else open_for_run
         generator = open_generator(config, device)
+        if config.generator_spec.kind == "import path":
+            check_own(config.generator, generator)
         print_generator_warning(config, console)
         check_bank_covers_plan(config, counts, generator)
         check_disk_space(config, counts, generator, console)

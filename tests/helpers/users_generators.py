@@ -39,6 +39,13 @@ class Floats(Stripes):
         return super().sample(samples) / 255  # type: ignore[return-value]
 
 
+class Broken(Stripes):
+    """Fails at the first image."""
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        raise RuntimeError("no memory")
+
+
 def unnamed(classes: Sequence[str], image_shape: tuple[int, int, int]) -> Stripes:
     """Return a generator whose images cannot be told from others'."""
     found = Stripes(classes, image_shape)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.own_policies import matched
-from fedeas_flwr.policies import ClientView, Policy, PolicySettings, Share
+from fedeas_flwr.policies import ClientView, MatchedPolicy, Policy, PolicySettings, Query, Share
 
 not_a_policy = 3.0
 _calls = itertools.count()
@@ -40,6 +40,13 @@ class TwoParts(Policy):
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
         return classes * max(self._levels.values())
+
+
+class Nameless(Policy):
+    """Add nothing, without a name of its own."""
+
+    def plan(self, view: ClientView) -> IntArray:
+        return np.zeros_like(view.counts)
 
 
 # ------------------------------------------------------------------------------------------------------- wrong
@@ -83,6 +90,40 @@ class UsesOthers(Policy):
 
     def plan(self, view: ClientView) -> IntArray:
         return np.maximum(int(view.counts.mean()) - view.counts, 0)
+
+
+class WrongFirstPart(TwoParts):
+    name = "wrong-first-part"
+
+    def plan(self, view: ClientView) -> IntArray:
+        return super().plan(view) - (view.round == 1)
+
+
+class MissesTotal(MatchedPolicy):
+    """Give every client one image."""
+
+    name = "misses-total"
+
+    def plan(self, view: ClientView) -> IntArray:
+        return np.eye(1, view.counts.shape[1], dtype=int).repeat(len(view.counts), axis=0)
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        return 1
+
+    def split_total(self, query: Query, classes: int, settings: PolicySettings) -> dict[int, Share]:
+        return dict.fromkeys(query("plan", settings.beta), Share(base=1))
+
+
+class MaxTotalRaises(Nameless):
+    name = "max-total-raises"
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        raise KeyError("most")
+
+
+class NoParts(Nameless):
+    name = "no-parts"
+    parts = 5  # type: ignore[assignment]
 
 
 class WithoutPlan:
