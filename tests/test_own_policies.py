@@ -23,7 +23,7 @@ from fedeas_flwr.config_keys import identity
 from fedeas_flwr.doctor.inputs import check_policy as policy_findings
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.own_policies import check_policy, find_policy, probe_counts
+from fedeas_flwr.own_policies import check_policy, find_policy, load_policy, probe_counts
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.policies import (
     EMPTY_SHARE,
@@ -84,6 +84,18 @@ def test_clients_generate_what_the_plan_says(tmp_path: Path, digits_generator: P
     planned = planned_allocation(config, planned_counts(config, 2))
     assert run.summary()["total_generated"] == planned.sum() > 0
     assert [client_state(run, client, 3).generate for client in range(2)] == [tuple(row) for row in planned.tolist()]
+
+
+def test_built_in_policy_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but an entry in `POLICIES` makes a class known to configs, plans, clients and the server's check."""
+    monkeypatch.setitem(POLICIES, "nameless", load_policy("users_policies:up_to", "most=3"))
+    bank = black_bank(tmp_path / "bank.npz", [20] * 10)
+    run = finish(config := quick(tmp_path / "r", **KEYS, policy="nameless", generator=bank))
+    expected = np.maximum(3 - planned_counts(config, 2), 0).sum()
+    words = [f"{key.replace('_', '-')}={value}" for key, value in KEYS.items() if key != "beta"]
+    plan = json.loads(run_in_process("plan", "policy=nameless", *words, "--format", "json").stdout)
+    assert run.summary()["total_generated"] == plan["total"] == expected > 0
+    find_policy.cache_clear()
 
 
 def test_arguments_reach_the_policy() -> None:

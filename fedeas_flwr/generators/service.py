@@ -21,6 +21,7 @@ import numpy as np
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import Images
+from fedeas_flwr.generators.cache import sample_checked
 from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, describe_generator, images_per_class
 from fedeas_flwr.generators.opening import open_for_run
 
@@ -108,7 +109,8 @@ class GeneratorService:
     async def _pass(self, generator: Generator, parts: list[tuple[_Request, list[SampleId]]]) -> None:
         began = time.perf_counter()
         try:
-            images = await self._in_thread(lambda: generator.sample([sample for _, part in parts for sample in part]))
+            samples = [sample for _, part in parts for sample in part]
+            images = await self._in_thread(lambda: sample_checked(generator, samples))
         except Exception as error:
             if len(parts) > 1:  # an invalid request must not fail the others
                 for single in parts:

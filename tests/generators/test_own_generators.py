@@ -24,6 +24,7 @@ WRONG = {
     "users_generators:raising": "raised OSError: the model is gone",
     "users_generators:Small": "makes 2 classes of images [4, 4, 1], but the dataset has 10 classes of images [8, 8, 1]",
     "users_generators:unnamed": "has fingerprint '': must be a text",
+    "users_generators:TooFew": "sample() returned uint8 [1, 8, 8, 1]; it must return uint8 [2, 8, 8, 1]",
     "users_generators:Broken": "raised RuntimeError: no memory",
     "users_generators:Floats": "sample() returned float64 [2, 8, 8, 1]; it must return uint8 [2, 8, 8, 1]",
 }

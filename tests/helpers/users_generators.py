@@ -39,6 +39,13 @@ class Floats(Stripes):
         return super().sample(samples) / 255  # type: ignore[return-value]
 
 
+class TooFew(Stripes):
+    """Returns one image fewer than requested."""
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        return super().sample(samples)[1:]
+
+
 class Broken(Stripes):
     """Fails at the first image."""
 
