@@ -132,6 +132,7 @@ def test_second_part_extends_the_first_and_survives_a_resume(tmp_path: Path, mon
     assert weights(resumed) == weights(run)
 
 
+@pytest.mark.slow
 def test_sweep_and_report_show_it_next_to_the_others_at_the_same_total(
     tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

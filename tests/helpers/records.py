@@ -33,7 +33,7 @@ def write_record(
             "clients": list(range(config.clients)),
             "failures": [],
             "generated": images,
-            "seconds": {"clients": seconds, "evaluate": 0.5},
+            "seconds": {"clients": seconds, "end_wait": 0.5},
         }
         for number, accuracy in enumerate(accuracies, start=1)
     ]
