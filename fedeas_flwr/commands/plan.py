@@ -31,7 +31,7 @@ _OPTIONS = {
     "printed_rule": "printed-rule",
 }
 """Option → the run-config key that it sets."""
-_PARTITION_KEYS = ("protocol", "clients", "alpha", "partition-seed")
+_PARTITION_KEYS = ("protocol", "clients", "partition", "partition-args", "alpha", "partition-seed")
 
 
 def plan(

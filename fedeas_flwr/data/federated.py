@@ -84,6 +84,8 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
         find_source(config.dataset, config.data_dir).origin,
         config.protocol,
         clients,
+        config.partition,
+        config.partition_args,
         config.alpha,
         config.partition_seed,
     )
@@ -91,12 +93,21 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
 
 @lru_cache(maxsize=2)
 def _federated_data(
-    name: str, data_dir: str, origin: str, protocol: str, clients: int, alpha: float, seed: int
+    name: str,
+    data_dir: str,
+    origin: str,
+    protocol: str,
+    clients: int,
+    partition: str,
+    arguments: str,
+    alpha: float,
+    seed: int,
 ) -> FederatedData:
     """Return the split dataset; ``origin`` identifies the content of the dataset's files in the cache's key."""
     dataset = open_dataset(name, data_dir)
-    partition = make_partition(partitioned_labels(dataset, protocol), protocol, clients, alpha, seed, cache_root())
-    return FederatedData(dataset, partition, protocol)
+    labels, root = partitioned_labels(dataset, protocol), cache_root()
+    made = make_partition(labels, protocol, clients, alpha, seed, root, partition=partition, arguments=arguments)
+    return FederatedData(dataset, made, protocol)
 
 
 def local_data(config: RunConfig, node: Node) -> FederatedData:
