@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
@@ -134,7 +135,8 @@ class RunConfig(BaseModel):
     )
 
     dataset: str = "digits"
-    """images that the clients hold: digits, cifar10, cifar100, or own:PATH for a custom folder or .npz file"""
+    """images that the clients hold: digits, cifar10, cifar100, own:PATH for a custom folder or .npz file, or hf:PATH
+    for a Hugging Face dataset"""
     data_dir: str = ""
     """folder with NAME.npz or torchvision's files; empty: the user cache"""
     protocol: Literal["clean", "paper"] = "clean"
@@ -336,8 +338,12 @@ class RunConfig(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, value: str) -> str:
-        if value == "own:" or (value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:")):
-            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a custom folder or .npz file")
+        custom = value.startswith(("own:", HF)) and value not in ("own:", HF)
+        if value not in ("digits", "cifar10", "cifar100") and not custom:
+            raise ValueError(
+                "must be digits, cifar10, cifar100, own:PATH with a custom folder or .npz file, or hf:PATH with a "
+                "Hugging Face dataset"
+            )
         return value
 
     @field_validator("partition")
@@ -378,6 +384,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
+        HfSpec.parse(self.dataset)
         if self.evaluation == "federated" and self.protocol != "paper":
             raise ValueError(
                 "evaluation = 'federated' needs protocol = 'paper': with 'clean', clients have no test data"

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import hf_dataset
 from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.data.own_dataset import fingerprint
@@ -127,7 +128,8 @@ def _own_data(info: DatasetInfo, path: str, version: str, protocol: str, seed: i
     ``version`` is the fingerprint of the files at ``path``.
     """
     height, width, channels = info.image_shape
-    found = read_images(path, classes=info.classes, size=(height, width), channels=channels)
+    read = hf_dataset.read_set if hf_dataset.is_hf(path) else read_images
+    found = read(path, classes=info.classes, size=(height, width), channels=channels)
     fraction, everything = TEST_FRACTION[protocol], np.arange(len(found.labels))
     train, test = stratified_split(found.labels, fraction, seed) if fraction else (everything, everything[:0])
     dataset = Dataset(

@@ -30,7 +30,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
     online = ", or unset FEDEAS_OFFLINE to download it" if os.environ.get("FEDEAS_OFFLINE") else ""
     fix = f"give data-dir=DIR with {name}.npz or torchvision's folder in it{online}"
     if is_own(name):
-        fix = f"dataset={OWN}PATH with a folder or an .npz file, see docs/your-own-data-and-generator.md"
+        fix = f"dataset={OWN}PATH with a folder or an .npz file, or hf:PATH, see docs/your-own-data-and-generator.md"
     try:
         source = find_source(name, config.data_dir)
         if source.where is None:
