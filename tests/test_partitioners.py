@@ -28,9 +28,13 @@ ARGUMENTS = {
 @pytest.mark.parametrize(
     ("dataset", "clients", "alpha", "samples", "images"),
     [
+        ("cifar10", 20, 0.05, 45_007, 18_080),
         ("cifar10", 20, 0.1, 45_007, 13_437),
+        ("cifar10", 20, 0.3, 45_006, 5_675),
         ("cifar10", 100, 0.1, 45_046, 33_650),
+        ("cifar10", 100, 0.3, 45_038, 15_666),
         ("cifar100", 20, 0.1, 45_008, 29_639),
+        ("cifar100", 100, 0.1, 45_038, 74_005),
     ],
 )
 def test_paper_partitioner_gives_the_papers_totals(
