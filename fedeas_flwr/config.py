@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
+from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
 from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
 
 
@@ -133,13 +135,19 @@ class RunConfig(BaseModel):
     )
 
     dataset: str = "digits"
-    """images that the clients hold: digits, cifar10, cifar100, or own:PATH for a custom folder or .npz file"""
+    """images that the clients hold: digits, cifar10, cifar100, own:PATH for a custom folder or .npz file, or hf:PATH
+    for a Hugging Face dataset"""
     data_dir: str = ""
     """folder with NAME.npz or torchvision's files; empty: the user cache"""
     protocol: Literal["clean", "paper"] = "clean"
     """clean: test on the official test set; paper: partition train and test images together, as the paper does"""
     clients: int = Field(0, ge=0, le=100_000)
     """number of clients K; 0: all clients of the federation"""
+    partition: str = Field(DIRICHLET, json_schema_extra={"enum": [*PARTITIONERS]})
+    """how images are distributed over the clients: dirichlet is the paper's rule, the others are flwr-datasets'; for a
+    Partitioner of your own, its import path"""
+    partition_args: str = ""
+    """arguments of a partition other than dirichlet, such as num_classes_per_partition=2; separated by spaces"""
     alpha: float = Field(0.1, gt=0, le=1e6)
     """Dirichlet concentration α of the partition; smaller is more skewed"""
     partition_seed: int = Field(42, ge=0, lt=2**32)
@@ -330,8 +338,19 @@ class RunConfig(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, value: str) -> str:
-        if value == "own:" or (value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:")):
-            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a custom folder or .npz file")
+        custom = value.startswith(("own:", HF)) and value not in ("own:", HF)
+        if value not in ("digits", "cifar10", "cifar100") and not custom:
+            raise ValueError(
+                "must be digits, cifar10, cifar100, own:PATH with a custom folder or .npz file, or hf:PATH with a "
+                "Hugging Face dataset"
+            )
+        return value
+
+    @field_validator("partition")
+    @classmethod
+    def _known_partition(cls, value: str) -> str:
+        if value not in PARTITIONERS and not is_import_path(value):
+            raise ValueError(f"must be {', '.join(PARTITIONERS)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("policy")
@@ -365,9 +384,15 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
+        HfSpec.parse(self.dataset)
         if self.evaluation == "federated" and self.protocol != "paper":
             raise ValueError(
                 "evaluation = 'federated' needs protocol = 'paper': with 'clean', clients have no test data"
+            )
+        if self.partition_args and self.partition == DIRICHLET:
+            raise ValueError(
+                f"partition-args = '{self.partition_args}' needs a partition of flwr-datasets, not 'dirichlet', which "
+                "has alpha and partition-seed"
             )
         if self.ray_address and self.backend != "ray":
             raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")

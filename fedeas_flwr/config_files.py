@@ -11,6 +11,7 @@ from typing import Any
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import absolute_in
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.config import TEXT_KEYS, RunConfig, parse_config
 
 
@@ -65,6 +66,8 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         value = values.get(key)
         if isinstance(value, str) and value.startswith(prefix) and value not in ("", prefix, *names):
             found[key] = prefix + absolute_in(folder, value.removeprefix(prefix), key)
+    if isinstance(dataset := values.get("dataset"), str) and dataset.startswith(HF) and dataset != HF:
+        found["dataset"] = HfSpec.parse(dataset).absolute(folder)
     if isinstance(generator := values.get("generator"), str) and generator:
         found["generator"] = GeneratorSpec.parse(generator).absolute(folder)
     return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, RunConfig
+from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
 from fedeas_flwr.policies import POLICIES, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
@@ -57,7 +58,10 @@ def run_keys() -> list[Key]:
 # ------------------------------------------------------------------------------------------- keys of a run
 
 
-PARTITION_KEYS = ("dataset", "data-dir", "protocol", "clients", "alpha", "partition-seed")
+PARTITION_KEYS = (
+    *("dataset", "data-dir", "protocol", "clients"),
+    *("partition", "partition-args", "alpha", "partition-seed"),
+)
 """Keys that determine which client holds which images."""
 _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
 """Setting of a policy → its key."""
@@ -93,6 +97,8 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     unused.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
     if config.policy in POLICIES:
         unused.add("policy-args")
+    if config.partition in PARTITIONERS and not config.partition.endswith(DIRICHLET):
+        unused.add("alpha")
     if not config.generates:
         unused.update(_IMAGE_KEYS)
     if config.guidance == 1:

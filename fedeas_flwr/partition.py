@@ -1,4 +1,4 @@
-"""Partition a labelled dataset into label-skewed clients: protocols ``paper`` and ``clean``.
+"""Partition a labelled dataset over clients: protocols ``paper`` and ``clean``.
 
 ``paper``
     Train and test images together (train first) are distributed by a Dirichlet draw per class; then every client keeps
@@ -8,7 +8,8 @@
     Only the official training images are distributed, in the same way and without a local split; the official test set
     is the global test set.
 
-Both draw from NumPy's legacy generator, whose stream is frozen, so a seed always gives the same partition.
+Both draw from NumPy's legacy generator, whose stream is frozen, so a seed always gives the same partition. A
+partitioner of flwr-datasets can replace the Dirichlet draw (`PARTITIONERS`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import IntArray
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_path
+from fedeas_flwr.common.import_path import (
+    accepted_arguments,
+    call_with,
+    describe_error,
+    import_object,
+    parse_arguments,
+)
 from fedeas_flwr.common.npy import Arrays, arrays_digest, read_archive
 from fedeas_flwr.common.text import counted
 
@@ -44,6 +55,27 @@ TEST_FRACTION: dict[str, float] = {"paper": 0.25, "clean": 0.0}
 
 MIN_SAMPLES = 10
 """Minimum number of samples per client, before the local split."""
+
+DIRICHLET = "dirichlet"
+PARTITIONERS = {
+    DIRICHLET: "",
+    **{
+        name: f"flwr_datasets.partitioner:{partitioner}Partitioner"
+        for name, partitioner in {
+            "flwr-dirichlet": "Dirichlet",
+            "inner-dirichlet": "InnerDirichlet",
+            "pathological": "Pathological",
+            "shard": "Shard",
+            "continuous": "Continuous",
+            "iid": "Iid",
+            "size": "Size",
+            "linear": "Linear",
+            "square": "Square",
+            "exponential": "Exponential",
+        }.items()
+    },
+}
+"""Values of the key `partition` besides import paths → class of flwr-datasets; ``dirichlet`` is the paper's draw."""
 
 LEAKAGE = (
     "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
@@ -190,6 +222,9 @@ def make_partition(
     seed: int,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
+    *,
+    partition: str = DIRICHLET,
+    arguments: str = "",
 ) -> Partition:
     """Return the partition of a dataset under a protocol, from the cache if it is there.
 
@@ -208,6 +243,9 @@ def make_partition(
         Results are stored in its folder ``partitions``; without it nothing is read or written.
     progress : callable, optional
         See `dirichlet_partition`; not called if the partition is cached.
+    partition, arguments : str
+        A name of `PARTITIONERS`, or the import path of a `Partitioner` of your own, whose partitions are not cached;
+        and its arguments, such as ``num_classes_per_partition=2``.
     """
     if isinstance(dataset, str):
         dataset = plan_labels(dataset, protocol)
@@ -215,17 +253,23 @@ def make_partition(
     _check_request(clients, alpha, seed)
     labels = _checked_labels(dataset)
     class_counts = np.bincount(labels).astype("<i8")
-    digest = hashlib.sha256(class_counts.tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256(class_counts.tobytes() + arguments.encode()).hexdigest()[:16]
     file = None
-    if cache_dir is not None:
-        file = Path(cache_dir) / "partitions" / f"{protocol}-k{clients}-a{float(alpha)!r}-s{seed}-{digest}.npz"
+    if cache_dir is not None and partition in PARTITIONERS:
+        rule = protocol if partition == DIRICHLET else f"{protocol}-{partition}"
+        file = Path(cache_dir) / "partitions" / f"{rule}-k{clients}-a{float(alpha)!r}-s{seed}-{digest}.npz"
 
     in_class_order = _read(file) if file is not None else None
     if in_class_order is None:
         sorted_labels = np.repeat(np.arange(class_counts.size), class_counts)
-        in_class_order = dirichlet_partition(
-            sorted_labels, clients, alpha, seed, test_fraction=TEST_FRACTION[protocol], progress=progress
-        )
+        fraction = TEST_FRACTION[protocol]
+        if partition == DIRICHLET:
+            in_class_order = dirichlet_partition(
+                sorted_labels, clients, alpha, seed, test_fraction=fraction, progress=progress
+            )
+        else:
+            held = _held_by_partitioner(sorted_labels, clients, alpha, seed, partition, arguments)
+            in_class_order = _split_locally(np.random.RandomState(seed), held, fraction)
         if file is not None:
             _write(file, in_class_order)
     position = np.argsort(labels, kind="stable")
@@ -233,6 +277,61 @@ def make_partition(
         train=[position[mine] for mine in in_class_order.train],
         test=[position[mine] for mine in in_class_order.test],
     )
+
+
+def _held_by_partitioner(
+    labels: IntArray, clients: int, alpha: float, seed: int, partition: str, arguments: str
+) -> list[IntArray]:
+    """Return the samples of every client under a partitioner of flwr-datasets, or of that interface.
+
+    It is given the samples in random order, as `FederatedDataset` gives them; some partitioners keep that order.
+    """
+    check_extra("flwr_datasets", f"partition = {partition!r}")
+    from datasets import Dataset
+    from flwr_datasets.partitioner import Partitioner
+
+    build = import_object(PARTITIONERS.get(partition, partition), "partition")
+    accepted = accepted_arguments(build)
+    set_here: dict[str, Any] = {"num_partitions": clients, "partition_by": "label", "seed": seed, "alpha": alpha}
+    given = {name: _numbers(value) for name, value in parse_arguments(arguments, "partition-args").items()}
+    if name := next((name for name in given if name in set_here), ""):
+        raise ConfigError(f"partition-args: {name} is set by the keys clients, alpha and partition-seed; remove it")
+    known = {name: value for name, value in set_here.items() if accepted is None or name in accepted}
+    partitioner = call_with(build, partition, "partition", {**known, **given})
+    if not isinstance(partitioner, Partitioner):
+        raise ConfigError(f"partition: {partition!r} is no Partitioner of flwr_datasets.partitioner")
+    order = np.random.RandomState(seed).permutation(labels.size)
+    partitioner.dataset = Dataset.from_dict({"label": labels[order], "sample": order})
+    try:
+        number = partitioner.num_partitions
+        parts = [partitioner.load_partition(k).with_format("numpy")[:]["sample"] for k in range(min(number, clients))]
+    except (Exception, SystemExit) as error:  # the rule may be a user's own
+        raise ConfigError(f"partition: {partition!r} raised {describe_error(error)}") from error
+    held = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
+    if number != clients:
+        raise ConfigError(f"partition: {partition!r} has {counted(number, 'partition')}, but clients = {clients}")
+    if (fewest := min(part.size for part in held)) < MIN_SAMPLES:
+        few = f"gives a client {counted(fewest, 'sample')}, and each needs {MIN_SAMPLES}"
+        raise ConfigError(f"partition: {partition!r} {few}; use fewer clients or other partition-args")
+    if np.unique(together := np.concatenate(held)).size < together.size:
+        raise ConfigError(f"partition: {partition!r} gives a sample to two clients")
+    return held
+
+
+def check_extra(package: str, key: str) -> None:
+    """Raise `ConfigError`, naming the key and its value, if a package of the extra ``datasets`` is not installed."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{key}: needs the package {package.replace('_', '-')}, pip install 'fedeas-flwr[datasets]'")
+
+
+def _numbers(value: Any) -> Any:
+    """Return an argument's value; numbers separated by commas are a list."""
+    if not isinstance(value, str) or "," not in value:
+        return value
+    try:
+        return [float(word) if "." in word else int(word) for word in value.split(",")]
+    except ValueError:
+        return value
 
 
 def plan_labels(dataset: str, protocol: str) -> IntArray:

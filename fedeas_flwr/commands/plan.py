@@ -31,7 +31,7 @@ _OPTIONS = {
     "printed_rule": "printed-rule",
 }
 """Option → the run-config key that it sets."""
-_PARTITION_KEYS = ("protocol", "clients", "alpha", "partition-seed")
+_PARTITION_KEYS = ("protocol", "clients", "partition", "partition-args", "alpha", "partition-seed")
 
 
 def plan(
@@ -40,7 +40,7 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config to plan; default: conf/quickstart.toml"),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = None,
+    dataset: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH")] = None,
     protocol: Annotated[str | None, typer.Option(help="paper or clean")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients K")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration")] = None,

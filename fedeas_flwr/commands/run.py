@@ -18,6 +18,7 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data.datasets import short_name
+from fedeas_flwr.partition import DIRICHLET
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import score_name
 
@@ -123,7 +124,8 @@ def run_name(config: RunConfig) -> str:
     """Return a folder name made of the dataset, clients, α, policy, strategy and seed."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
     methods = [import_path.short_name(name) for name in (config.policy, config.strategy)]
-    words = [f"k{config.clients}", f"a{config.alpha:g}", *methods, *more, f"s{config.seed}"]
+    partition = f"a{config.alpha:g}" if config.partition == DIRICHLET else import_path.short_name(config.partition)
+    words = [f"k{config.clients}", partition, *methods, *more, f"s{config.seed}"]
     return "-".join([short_name(config.dataset), *words])
 
 

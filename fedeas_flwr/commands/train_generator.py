@@ -14,7 +14,9 @@ from fedeas_flwr.data.datasets import dataset_info
 
 
 def train_generator(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; uses only the train split")],
+    dataset: Annotated[
+        str, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH; uses only the train split")
+    ],
     out: Annotated[
         Path, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
     ],

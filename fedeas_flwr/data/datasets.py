@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.checked import seal, unseal
 from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special
+from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source, is_own
 
@@ -45,7 +46,7 @@ class Dataset:
     Attributes
     ----------
     name
-        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
+        ``digits``, ``cifar10``, ``cifar100``, ``own:PATH`` or ``hf:PATH``.
     classes
         Name of each label.
     mean, std
@@ -72,7 +73,7 @@ def dataset_info(name: str) -> DatasetInfo:
     Parameters
     ----------
     name
-        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
+        ``digits``, ``cifar10``, ``cifar100``, ``own:PATH`` or ``hf:PATH``.
 
     Returns
     -------
@@ -85,7 +86,7 @@ def dataset_info(name: str) -> DatasetInfo:
 
 def short_name(name: str) -> str:
     """Return a dataset's name without its folder, for titles and labels."""
-    return Path(name.removeprefix(OWN)).stem if is_own(name) else name
+    return HfSpec.parse(name.removeprefix(OWN)).path.stem if is_own(name) else name
 
 
 def open_dataset(name: str, data_dir: str = "") -> Dataset:
@@ -94,7 +95,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     Parameters
     ----------
     name
-        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` (see
+        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` or ``hf:PATH`` (see
         `own_dataset.read_dataset`).
     data_dir
         Folder of CIFAR: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder that

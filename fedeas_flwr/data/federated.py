@@ -9,6 +9,7 @@ import numpy as np
 
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import hf_dataset
 from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.data.own_dataset import fingerprint
@@ -84,6 +85,8 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
         find_source(config.dataset, config.data_dir).origin,
         config.protocol,
         clients,
+        config.partition,
+        config.partition_args,
         config.alpha,
         config.partition_seed,
     )
@@ -91,12 +94,21 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
 
 @lru_cache(maxsize=2)
 def _federated_data(
-    name: str, data_dir: str, origin: str, protocol: str, clients: int, alpha: float, seed: int
+    name: str,
+    data_dir: str,
+    origin: str,
+    protocol: str,
+    clients: int,
+    partition: str,
+    arguments: str,
+    alpha: float,
+    seed: int,
 ) -> FederatedData:
     """Return the split dataset; ``origin`` identifies the content of the dataset's files in the cache's key."""
     dataset = open_dataset(name, data_dir)
-    partition = make_partition(partitioned_labels(dataset, protocol), protocol, clients, alpha, seed, cache_root())
-    return FederatedData(dataset, partition, protocol)
+    labels, root = partitioned_labels(dataset, protocol), cache_root()
+    made = make_partition(labels, protocol, clients, alpha, seed, root, partition=partition, arguments=arguments)
+    return FederatedData(dataset, made, protocol)
 
 
 def local_data(config: RunConfig, node: Node) -> FederatedData:
@@ -116,7 +128,8 @@ def _own_data(info: DatasetInfo, path: str, version: str, protocol: str, seed: i
     ``version`` is the fingerprint of the files at ``path``.
     """
     height, width, channels = info.image_shape
-    found = read_images(path, classes=info.classes, size=(height, width), channels=channels)
+    read = hf_dataset.read_set if hf_dataset.is_hf(path) else read_images
+    found = read(path, classes=info.classes, size=(height, width), channels=channels)
     fraction, everything = TEST_FRACTION[protocol], np.arange(len(found.labels))
     train, test = stratified_split(found.labels, fraction, seed) if fraction else (everything, everything[:0])
     dataset = Dataset(

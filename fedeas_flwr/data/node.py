@@ -4,7 +4,8 @@ A simulated client is an index into a partition and keeps its state in the run d
 in its `--node-config`; the server never names a path on it.
 
     client-id                      client number, the same after each restart; required with data-path
-    data-path                      its own images: a folder with one subfolder per class, or an .npz file
+    data-path                      its own images: a folder with one subfolder per class, an .npz file, a folder saved
+                                   by datasets (as `flwr-datasets create` writes it), or hf:PATH
     partition-id, num-partitions   or, for a trial, its part of the run's dataset
     generator, data-dir, device    override the run-config's keys of these names
     state-dir                      folder of its state between rounds; empty: clients/ in its cache
@@ -24,6 +25,7 @@ from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import cache_root, expanded
+from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.config import RunConfig, parse_config, unknown_key
 
 OVERRIDES = ("generator", "data-dir", "device")
@@ -113,9 +115,9 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
             listed = f"there are {', '.join(NODE_KEYS)}"
             raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS, listed)}")
     data_path = _text(node_config, "data-path")
-    if data_path and not expanded(data_path, "node-config: data-path").exists():
+    if data_path and not expanded(HfSpec.parse(data_path).where, "node-config: data-path").exists():
         raise ConfigError(
-            f"node-config: data-path = '{data_path}' is not there: must be an image folder or an .npz file"
+            f"node-config: data-path = '{data_path}' is not there: must be an image folder, an .npz file or hf:PATH"
         )
     if data_path and "partition-id" in node_config:
         raise ConfigError(

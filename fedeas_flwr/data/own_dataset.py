@@ -1,4 +1,4 @@
-"""A custom dataset (`dataset = "own:PATH"`): a train and a test split read from a folder or an `.npz` file."""
+"""A custom dataset (`own:PATH` or `hf:PATH`): a train and a test split read from a folder or file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import counted
+from fedeas_flwr.data import hf_dataset
 from fedeas_flwr.data.own_images import (
     OwnImages,
     _check_classes,
@@ -43,7 +44,8 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
     where
         A folder with ``train`` and ``test``, each with one subfolder per class; an ``.npz`` file with ``x_train``,
         ``y_train``, ``x_test``, ``y_test``; or one set as for `read_images`. Of one set, a fixed fifth of every class,
-        rounded to the nearest image, is held out for testing; a class of one or two images has no test image.
+        rounded to the nearest image, is held out for testing; a class of one or two images has no test image. Or
+        ``hf:PATH``, see `hf_dataset`.
 
     Returns
     -------
@@ -51,6 +53,9 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         ``x_train``, ``y_train``, ``x_test``, ``y_test``.
     classes : tuple of str
     """
+    if hf_dataset.is_hf(where):
+        first, second = hf_dataset.read_splits(where)
+        return (_hold_out(Path(where), first) if second is None else _arrays(first, second)), first.classes
     path = expanded(where)
     if path.is_dir() and (path / "train").is_dir() and (path / "test").is_dir():
         train = read_images(path / "train")
@@ -61,6 +66,11 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         return _read_split_npz(path)
     _reject_partial_split(path)
     found = read_images(path)
+    return _hold_out(path, found), found.classes
+
+
+def _hold_out(path: Path, found: OwnImages) -> dict[str, NDArray[Any]]:
+    """Return one set's arrays, with a fifth of every class as the test split."""
     kept, held_out = stratified_split(found.labels, test_fraction=_TEST_FRACTION, seed=0)
     if not len(held_out):
         raise ValueError(
@@ -72,7 +82,7 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         example = repr(found.classes[untested[0]])
         _log_once(f"{path}: {these} have no test images, such as {example}; all are used for training")
     parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (kept, held_out)]
-    return _arrays(*parts), found.classes
+    return _arrays(*parts)
 
 
 def _reject_partial_split(path: Path) -> None:
@@ -109,6 +119,8 @@ def fingerprint(where: str | Path) -> str:
 
     Clients compute it twice per round; 20,000 files take about 0.15 s on a slow core. Links are followed.
     """
+    if hf_dataset.is_hf(where):
+        return hf_dataset.fingerprint(where)
     path = Path(os.path.realpath(expanded(where)))  # Path.resolve raises on circular links
     if not path.exists():
         raise _not_images(path, where)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from os import DirEntry
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,12 +120,31 @@ def _read_folder(
         raise ValueError(f"{empty[0]} has no images; every subfolder of {path} is a class: add images, or remove it")
     _check_classes(path, names)
     _log_skipped(path, {file for file, _ in files})
-    size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
+    images = decode_images(path, [file for file, _ in files], size, channels)
+    return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+
+
+class ImageFile(Protocol):
+    """An image file, or what can be opened like one; its text names it in errors."""
+
+    @property
+    def name(self) -> str:
+        """Return a short name."""
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO:
+        """Open its content."""
+
+
+def decode_images(
+    path: Path, files: Sequence[ImageFile], size: tuple[int, int] | None, channels: int | None
+) -> NDArray[np.uint8]:
+    """Return the files' pixels, ``[N, H, W, C]``; see `read_images` for size and channels."""
+    size, channels = _size_and_channels(path, files, size, channels)
     _check_bytes(path, len(files), *size, channels)
     images = np.empty((len(files), *size, channels), np.uint8)
-    for position, (file, _) in enumerate(files):
+    for position, file in enumerate(files):
         images[position] = _read_file(file, size, channels)
-    return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+    return images
 
 
 def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[str]) -> dict[str, int]:
@@ -164,7 +183,7 @@ def _log_once(text: str) -> None:
 
 
 def _size_and_channels(
-    path: Path, files: Sequence[Path], size: tuple[int, int] | None, channels: int | None
+    path: Path, files: Sequence[ImageFile], size: tuple[int, int] | None, channels: int | None
 ) -> tuple[tuple[int, int], int]:
     """Return the size and channels that all images are converted to, from the files' headers."""
     if size is not None and channels is not None:
@@ -173,20 +192,22 @@ def _size_and_channels(
     sizes = {found: file for (found, _), file in zip(headers, files, strict=True)}
     if size is None and len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
+        how = (
+            "resize them to one size first" if isinstance(first, Path) else f"add size={one[0]}x{one[1]} after the path"
+        )
         raise ValueError(
             f"images in {path} differ ({first.name} is {one[1]}×{one[0]}, {second.name} {other[1]}×{other[0]}): "
-            "resize them to one size first (see docs/your-own-data-and-generator.md)"
+            f"{how} (see docs/your-own-data-and-generator.md)"
         )
     grey = all(mode in _GREY for _, mode in headers)
     return size or next(iter(sizes)), channels or (1 if grey else 3)
 
 
-def _read_header(file: Path) -> tuple[tuple[int, int], str]:
+def _read_header(file: ImageFile) -> tuple[tuple[int, int], str]:
     from PIL import Image
 
     try:
-        refuse_special(file)
-        with Image.open(file, formats=_FORMATS) as image:
+        with _content(file) as content, Image.open(content, formats=_FORMATS) as image:
             swapped = _orientation(image) >= _FIRST_SWAPPED
             return (image.width, image.height) if swapped else (image.height, image.width), image.mode
     except (OSError, ValueError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
@@ -206,13 +227,18 @@ def _orientation(image: Image.Image) -> int:
     return found if isinstance(found, int) and found in _TURNS else 1
 
 
-def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
+def _content(file: ImageFile) -> BinaryIO:
+    if isinstance(file, Path):
+        refuse_special(file)
+    return file.open("rb")
+
+
+def _read_file(file: ImageFile, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        refuse_special(file)
         # Opened by name, an uncompressed TIFF is memory-mapped by Pillow, wrongly if it is rotated.
-        with file.open("rb") as content, Image.open(content, formats=_FORMATS) as image:
+        with _content(file) as content, Image.open(content, formats=_FORMATS) as image:
             if image.mode in _MODES_OF_ANY_RANGE:
                 raise ValueError(f"Pillow's mode {image.mode} has no fixed range: save the image with 8 or 16 bits")
             pixels: Image.Image = image

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import cache_root, expanded
+from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.npy import read_archive, read_headers
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data import own_dataset
@@ -21,13 +22,13 @@ from fedeas_flwr.partition import stratified_split
 Arrays = dict[str, NDArray[Any]]
 
 OWN = "own:"
-"""Prefix of a custom dataset's name; its path follows."""
+"""Prefix of a custom dataset's name; its path follows. A Hugging Face dataset, `HF`, is custom data too."""
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def is_own(dataset: str) -> bool:
     """Return whether a dataset's name is that of custom data."""
-    return dataset.startswith(OWN)
+    return dataset.startswith((OWN, HF))
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ _TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100
 def built_in(name: str) -> DatasetInfo:
     """Return the constants of a built-in dataset, or raise ValueError if there is none of that name."""
     if name not in BUILT_IN:
-        raise ValueError(f"dataset: {name!r} is not known; use one of {', '.join(sorted(BUILT_IN))} or {OWN}PATH")
+        raise ValueError(
+            f"dataset: {name!r} is not known; use one of {', '.join(sorted(BUILT_IN))}, {OWN}PATH or {HF}PATH"
+        )
     return BUILT_IN[name]
 
 
@@ -119,9 +122,9 @@ def find_source(name: str, data_dir: str = "") -> Source:
     if name == "digits":
         return Source("scikit-learn", _read_digits)
     if is_own(name):
-        content = own_dataset.fingerprint(name.removeprefix(OWN))
-        where = expanded(name.removeprefix(OWN))
-        return Source(content, lambda: own_dataset.read_dataset(where)[0], where)
+        where = name.removeprefix(OWN)
+        content = own_dataset.fingerprint(where)
+        return Source(content, lambda: own_dataset.read_dataset(where)[0], HfSpec.parse(where).path)
     info = built_in(name)
     folder = expanded(data_dir, "data-dir") if data_dir else cache_root() / "datasets"
     if data_dir and not folder.is_dir():

@@ -30,7 +30,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
     online = ", or unset FEDEAS_OFFLINE to download it" if os.environ.get("FEDEAS_OFFLINE") else ""
     fix = f"give data-dir=DIR with {name}.npz or torchvision's folder in it{online}"
     if is_own(name):
-        fix = f"dataset={OWN}PATH with a folder or an .npz file, see docs/your-own-data-and-generator.md"
+        fix = f"dataset={OWN}PATH with a folder or an .npz file, or hf:PATH, see docs/your-own-data-and-generator.md"
     try:
         source = find_source(name, config.data_dir)
         if source.where is None:
@@ -109,7 +109,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
         if config.clients <= _CLIENTS:
             _counts(config)
     except ValueError as error:
-        return [problem("clients", error, "use fewer clients or a larger alpha")]
+        return [problem("clients", error, "use fewer clients, a larger alpha or another partition")]
     return [ok("clients", f"{config.clients:,}")]
 
 
@@ -121,10 +121,9 @@ def _counts(config: RunConfig) -> IntArray:
 
 @lru_cache(maxsize=1)  # some partitions take long, and three checks need the counts
 def _cached_counts(config: RunConfig, origin: str) -> IntArray:
-    from fedeas_flwr.planning.run_plan import partition_counts
+    from fedeas_flwr.planning.run_plan import planned_counts
 
-    given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
-    return partition_counts(*given, keep=False)
+    return planned_counts(config, config.clients, keep=False)
 
 
 def check_last_batches(config: RunConfig) -> Iterable[Finding]:

@@ -131,7 +131,7 @@ _GENERATOR_KEYS = (
     "generation_batch",
     "generation_precision",
 )
-_PARTITION_KEYS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
+_PARTITION_KEYS = ("dataset", "protocol", "clients", "partition", "partition_args", "alpha", "partition_seed")
 _PLAN_KEYS = ("policy", "policy_args", "beta", "gamma", "printed_rule", "total", "shared_images")
 
 

@@ -5,5 +5,5 @@ The policies themselves are in `fedeas_flwr/policies.py` and `fedeas_flwr/alloca
 Other packages use `plan` and `format_table`, `read_counts`, `BudgetPath` and `bisect_last_true`, the choice of β
 (`choose`, `Limits`, `Choice`, `GeneratorSpeed`), the curves, and the plan of a run-config: `planned_counts`,
 `planned_allocation`, `planned_images`, `stored_images`, `requested_images`, `count_distinct_images`,
-`partition_counts`, `empty_plan_message`.
+`empty_plan_message`.
 """

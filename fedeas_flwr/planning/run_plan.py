@@ -13,14 +13,24 @@ from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import is_own
 from fedeas_flwr.own_policies import check_policy, probe_counts
-from fedeas_flwr.partition import make_partition, plan_labels
+from fedeas_flwr.partition import DIRICHLET, make_partition, plan_labels
 from fedeas_flwr.policies import POLICIES, allocate, settings_of
 
 
-def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
-    """Return the label counts of a run's clients; the partition is stored in the user's cache."""
+def planned_counts(
+    config: RunConfig, clients: int, progress: Callable[[int], None] | None = None, *, keep: bool = True
+) -> Labels:
+    """Return the label counts of a run's clients; with ``keep`` the partition is stored in the user's cache."""
     return partition_counts(
-        config.dataset, config.protocol, clients, config.alpha, config.partition_seed, progress=progress
+        config.dataset,
+        config.protocol,
+        clients,
+        config.alpha,
+        config.partition_seed,
+        partition=config.partition,
+        arguments=config.partition_args,
+        progress=progress,
+        keep=keep,
     )
 
 
@@ -31,14 +41,19 @@ def partition_counts(
     alpha: float,
     seed: int,
     *,
+    partition: str = DIRICHLET,
+    arguments: str = "",
     progress: Callable[[int], None] | None = None,
     keep: bool = True,
 ) -> Labels:
     """Return the label counts of a partition; with ``keep`` false it is not stored. See `make_partition`."""
     own = is_own(dataset)  # its labels must be read
     labels = partitioned_labels(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
-    partition = make_partition(labels, protocol, clients, alpha, seed, cache_root() if keep else None, progress)
-    return partition.counts(labels, len(dataset_info(dataset).classes))
+    root = cache_root() if keep else None
+    made = make_partition(
+        labels, protocol, clients, alpha, seed, root, progress, partition=partition, arguments=arguments
+    )
+    return made.counts(labels, len(dataset_info(dataset).classes))
 
 
 def planned_allocation(config: RunConfig, counts: Labels) -> Labels:

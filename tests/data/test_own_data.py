@@ -499,7 +499,9 @@ def test_invalid_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
         datasets.dataset_info("own:")
     with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is not there; must be a folder"):
         datasets.dataset_info("own:/nowhere")
-    with pytest.raises(ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, or own:PATH"):
+    with pytest.raises(
+        ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, own:PATH .* or hf:PATH"
+    ):
         parse_config({"dataset": "mnist"})
     with pytest.raises(ConfigError, match="generator = 'builtin'"):
         parse_config({"dataset": "own:x"})
