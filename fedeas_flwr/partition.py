@@ -18,7 +18,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from fedeas_flwr.common.files import atomic_path
 from fedeas_flwr.common.import_path import (
     accepted_arguments,
     call_with,
+    check_installed,
     describe_error,
     import_object,
     parse_arguments,
@@ -286,7 +286,7 @@ def _held_by_partitioner(
 
     It is given the samples in random order, as `FederatedDataset` gives them; some partitioners keep that order.
     """
-    check_extra("flwr_datasets", f"partition = {partition!r}")
+    check_installed("flwr_datasets", "datasets", f"partition = {partition!r}")
     from datasets import Dataset
     from flwr_datasets.partitioner import Partitioner
 
@@ -316,12 +316,6 @@ def _held_by_partitioner(
     if np.unique(together := np.concatenate(held)).size < together.size:
         raise ConfigError(f"partition: {partition!r} gives a sample to two clients")
     return held
-
-
-def check_extra(package: str, key: str) -> None:
-    """Raise `ConfigError`, naming the key and its value, if a package of the extra ``datasets`` is not installed."""
-    if find_spec(package) is None:
-        raise ConfigError(f"{key}: needs the package {package.replace('_', '-')}, pip install 'fedeas-flwr[datasets]'")
 
 
 def _numbers(value: Any) -> Any:

@@ -98,13 +98,13 @@ def test_partition_is_read_from_the_cache_without_the_extra(tmp_path: Path, monk
     pytest.importorskip("flwr_datasets", reason=REASON)
     given = {"partition": "shard", "arguments": "num_shards_per_partition=2"}
     first = make_partition("digits", "clean", 4, 0.1, 1, tmp_path, **given)
-    monkeypatch.setattr("fedeas_flwr.partition.find_spec", lambda name: None)
+    monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda name: None)
     again = make_partition("digits", "clean", 4, 0.1, 1, tmp_path, **given)
     assert all(np.array_equal(one, other) for one, other in zip(first.train, again.train, strict=True))
 
 
 def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedeas_flwr.partition.find_spec", lambda name: None)
+    monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"partition = 'iid': needs the package flwr-datasets, pip install"):
         make_partition("digits", "clean", 4, 0.1, 1, partition="iid")
 

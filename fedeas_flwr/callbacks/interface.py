@@ -16,10 +16,7 @@ check the config, so files and connections are opened in `on_run_start`, not in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
-
-from fedeas_flwr.common.errors import ConfigError
 
 METHODS = ("on_run_start", "on_round_end", "on_run_end")
 
@@ -29,12 +26,6 @@ class StopRun(Exception):
 
     Raised by `on_run_start` of a resumed run, it ends the run after the rounds already done.
     """
-
-
-def check_installed(package: str) -> None:
-    """Raise `ConfigError` if a package is not installed; the callback and the extra have the same name."""
-    if find_spec(package) is None:
-        raise ConfigError(f"callbacks = {package!r}: needs the package {package}, pip install 'fedeas-flwr[{package}]'")
 
 
 def curves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.callbacks.interface import check_installed, curves
+from fedeas_flwr.callbacks.interface import curves
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.import_path import check_installed
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import portable_config
@@ -36,7 +37,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "fedeas", uri: str = "") -> None:
-        check_installed("mlflow")
+        check_installed("mlflow", "mlflow", "callbacks = 'mlflow'")
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         if "://" not in self._uri and not Path(self._uri).is_absolute():  # the ServerApp starts in another folder
             raise ConfigError(

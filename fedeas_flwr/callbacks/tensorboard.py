@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.callbacks.interface import check_installed, curves
+from fedeas_flwr.callbacks.interface import curves
+from fedeas_flwr.common.import_path import check_installed
 from fedeas_flwr.config import RunConfig
 
 
@@ -14,7 +15,7 @@ class TensorBoard:
     """Writes every number of a round's record to the folder ``tensorboard`` of the run directory."""
 
     def __init__(self) -> None:
-        check_installed("tensorboard")
+        check_installed("tensorboard", "tensorboard", "callbacks = 'tensorboard'")
         self._writer: Any = None
 
     def on_run_start(self, config: RunConfig, rounds: Sequence[Mapping[str, Any]]) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.callbacks.interface import check_installed, curves
+from fedeas_flwr.callbacks.interface import curves
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.import_path import check_installed
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import portable_config
@@ -30,7 +31,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str = "fedeas", entity: str | None = None, mode: str | None = None) -> None:
-        check_installed("wandb")
+        check_installed("wandb", "wandb", "callbacks = 'wandb'")
         mode = mode or os.environ.get("WANDB_MODE") or "online"
         if mode not in _MODES:
             raise ConfigError(f"callbacks = 'wandb(mode={mode})': mode must be {', '.join(_MODES)}")

@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Mapping
+from importlib.util import find_spec
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,6 +16,13 @@ from fedeas_flwr.common.text import one_line
 _NAME = r"[^\W\d]\w*"
 _PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 _WORDS = {"true": True, "false": False}
+
+
+def check_installed(package: str, extra: str, key: str) -> None:
+    """Raise `ConfigError`, beginning with ``key`` and its value, if a package of an extra is not installed."""
+    if find_spec(package) is None:
+        name = package.replace("_", "-")
+        raise ConfigError(f"{key}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
 
 
 def is_import_path(value: str) -> bool:

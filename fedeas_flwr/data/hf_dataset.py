@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import expanded, refuse_special
 from fedeas_flwr.common.hf_spec import HF, HfSpec
+from fedeas_flwr.common.import_path import check_installed
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data.own_images import (
     OwnImages,
-    _by_name,
-    _check_classes,
-    _check_labels,
-    _few,
+    check_classes,
+    check_labels,
     class_names,
     decode_images,
+    few_names,
+    renumber_labels,
 )
-from fedeas_flwr.partition import check_extra
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
 
@@ -88,7 +88,7 @@ def _not_there(spec: HfSpec) -> FileNotFoundError:
 @contextmanager
 def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
     """Yield the dataset's splits by name; a dataset without splits is called ``all``."""
-    check_extra("datasets", f"{HF}{spec.where}")
+    check_installed("datasets", "datasets", f"dataset = {HF + spec.where!r}")
     if not spec.path.exists() and (not spec.may_be_on_hub or os.environ.get("FEDEAS_OFFLINE")):
         raise _not_there(spec)
     import datasets
@@ -112,9 +112,8 @@ def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
 
 def _check_split(spec: HfSpec, name: str, splits: Mapping[str, Any]) -> None:
     if name not in splits:
-        raise ValueError(
-            f"{spec.where} has no split {name!r}; it has {_few([*splits])}: add train=NAME test=NAME after the path"
-        )
+        has = few_names([*splits])
+        raise ValueError(f"{spec.where} has no split {name!r}; it has {has}: add train=NAME test=NAME after the path")
 
 
 class _StoredImage(NamedTuple):
@@ -156,9 +155,9 @@ def _read(
     if classes is None:
         names = class_names(path, None if called is None else np.array(called), int(labels.max()) + 1)
     elif called is not None:
-        labels = _by_name(path, labels, called, names)
-    _check_classes(path, names)
-    _check_labels(path, "the labels", labels, names)
+        labels = renumber_labels(path, labels, called, names)
+    check_classes(path, names)
+    check_labels(path, "the labels", labels, names)
     try:
         rows = rows.select_columns(image).cast_column(image, datasets.Image(decode=False))
     except Exception:  # Arrow's errors and TypeError
@@ -184,7 +183,7 @@ def _column(spec: HfSpec, what: str, features: Mapping[str, Any], found: Sequenc
         return str(given)
     if given or len(found) != 1:
         why = f"no column {given!r}" if given else f"{len(found) or 'no'} columns that may hold the {what}s"
-        raise ValueError(f"{spec.where} has {why}; it has {_few([*features])}: add {what}=COLUMN after the path")
+        raise ValueError(f"{spec.where} has {why}; it has {few_names([*features])}: add {what}=COLUMN after the path")
     return found[0]
 
 

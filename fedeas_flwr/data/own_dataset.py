@@ -16,14 +16,14 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.data import hf_dataset
 from fedeas_flwr.data.own_images import (
     OwnImages,
-    _check_classes,
-    _check_labels,
     _class_folders,
     _is_image,
     _log_once,
     _not_images,
     _npz_keys,
     check_arrays,
+    check_classes,
+    check_labels,
     class_names,
     read_arrays,
     read_images,
@@ -106,9 +106,9 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
     names = class_names(
         path, arrays.pop("classes", None), int(max(arrays["y_train"].max(), arrays["y_test"].max())) + 1
     )
-    _check_classes(path, names)
+    check_classes(path, names)
     for part in ("train", "test"):
-        _check_labels(path, f"y_{part}", arrays[f"y_{part}"], names)
+        check_labels(path, f"y_{part}", arrays[f"y_{part}"], names)
     if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
         raise ValueError(f"{path}: images of x_train and x_test differ in size")
     return arrays, names

@@ -118,7 +118,7 @@ def _read_folder(
         )
     if classes is None and (empty := [folder for folder in inside if folder not in there]):
         raise ValueError(f"{empty[0]} has no images; every subfolder of {path} is a class: add images, or remove it")
-    _check_classes(path, names)
+    check_classes(path, names)
     _log_skipped(path, {file for file, _ in files})
     images = decode_images(path, [file for file, _ in files], size, channels)
     return OwnImages(images, np.array([label for _, label in files], np.int64), names)
@@ -153,7 +153,7 @@ def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[st
     if not any(map(str.isdecimal, names)):
         numbers |= {str(label): label for label in range(len(names))}
     if unknown := [name for name in called if name not in numbers]:
-        raise ValueError(f"{path} has a {what} {unknown[0]!r}; the dataset's classes are {_few(names)}")
+        raise ValueError(f"{path} has a {what} {unknown[0]!r}; the dataset's classes are {few_names(names)}")
     return numbers
 
 
@@ -272,20 +272,20 @@ def _read_npz(
     if classes is None:
         names = class_names(path, called, int(labels.max()) + 1)
     elif called is not None:
-        labels = _by_name(path, labels, class_names(path, called, 0), names)
-    _check_classes(path, names)
-    _check_labels(path, "y", labels, names)
+        labels = renumber_labels(path, labels, class_names(path, called, 0), names)
+    check_classes(path, names)
+    check_labels(path, "y", labels, names)
     return OwnImages(images, labels.astype(np.int64), names)
 
 
-def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
+def renumber_labels(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
     """Translate the labels of a file that names its classes to those of ``names``, whose order may differ."""
     numbers = _numbers_of(path, "class", called, names)
     if len({numbers[name] for name in called}) < max(1, len(called)):
         raise ValueError(
-            f"{path} holds classes = {_few(called) or 'none'}; each must be present once, by name or number"
+            f"{path} holds classes = {few_names(called) or 'none'}; each must be present once, by name or number"
         )
-    _check_labels(path, "y", labels, called)
+    check_labels(path, "y", labels, called)
     return np.take(np.array([numbers[name] for name in called], np.int64), labels)
 
 
@@ -294,7 +294,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     present = _npz_keys(path)
     try:
         if not present.issuperset(needed):
-            has = _few(sorted(present)) or "nothing"
+            has = few_names(sorted(present)) or "nothing"
             raise ValueError(f"must be an .npz file with {' and '.join(needed)}; it has {has}")
         return read_archive(path, [*needed, *(key for key in optional if key in present)], MAX_BYTES)
     except ValueError as error:
@@ -329,7 +329,7 @@ def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArr
         raise ValueError(f"{path}: in {y} a label is {labels.min()}; must be whole numbers from 0")
 
 
-def _check_labels(path: Path, y: str, labels: NDArray[Any], names: Sequence[str]) -> None:
+def check_labels(path: Path, y: str, labels: NDArray[Any], names: Sequence[str]) -> None:
     if (label := labels.max()) >= len(names):
         raise ValueError(f"{path}: in {y} a label is {label}; must be 0 to {len(names) - 1} ({len(names)} classes)")
 
@@ -352,10 +352,10 @@ def _check_number(path: Path, number: int) -> None:
         raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; must have 2 to {MAX_CLASSES:,}")
 
 
-def _check_classes(path: Path, names: Sequence[str]) -> None:
+def check_classes(path: Path, names: Sequence[str]) -> None:
     _check_number(path, len(names))
     if len(set(names)) < len(names):
-        raise ValueError(f"{path}: two classes have the same name in {_few(names)}")
+        raise ValueError(f"{path}: two classes have the same name in {few_names(names)}")
 
 
 def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
@@ -365,7 +365,7 @@ def _check_bytes(path: Path, number: int, height: int, width: int, channels: int
         )
 
 
-def _few(names: Sequence[str]) -> str:
+def few_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])}, … ({len(names)})"
 
 

@@ -12,7 +12,6 @@ import users_callbacks
 from rich.console import Console
 from runners import finish, quick, run_in_process, weights
 
-from fedeas_flwr.callbacks import interface
 from fedeas_flwr.callbacks.registry import BUILTIN, open_callbacks
 from fedeas_flwr.commands import run as run_command
 from fedeas_flwr.common.errors import ConfigError
@@ -58,7 +57,7 @@ def test_bad_callbacks_are_one_line(value: str, line: str) -> None:
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_one_line_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "find_spec", lambda package: None)
+    monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda package: None)
     line = rf"^callbacks = '{name}': needs the package {name}, pip install 'fedeas-flwr\[{name}\]'$"
     with pytest.raises(ConfigError, match=line):
         open_callbacks(name)
@@ -66,7 +65,7 @@ def test_a_missing_package_is_one_line_with_its_extra(name: str, monkeypatch: py
 
 def test_builtin_callbacks_exist_and_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(callable(import_object(path, "callbacks")) for path in BUILTIN.values())
-    monkeypatch.setattr(interface, "find_spec", lambda package: object())
+    monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda package: object())
     for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     assert open_callbacks("").names == []

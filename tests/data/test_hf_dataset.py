@@ -173,7 +173,7 @@ def test_damaged_and_missing_files_are_one_line(hf: Any, tmp_path: Path) -> None
 
 
 def test_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedeas_flwr.partition.find_spec", lambda name: None)
+    monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package datasets, pip install 'fedeas-flwr\[datasets\]'"):
         open_dataset(f"hf:{tmp_path}")
 
