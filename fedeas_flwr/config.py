@@ -21,7 +21,7 @@ from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
-from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
+from fedeas_flwr.partition import CLASS_COUNTS, DIRICHLET, PARTITIONERS
 from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
 
 
@@ -135,8 +135,8 @@ class RunConfig(BaseModel):
     )
 
     dataset: str = "digits"
-    """images that the clients hold: digits, cifar10, cifar100, own:PATH for a custom folder or .npz file, or hf:PATH
-    for a Hugging Face dataset"""
+    """images that the clients hold: digits, cifar10, cifar100, fashion-mnist, own:PATH for a custom folder or .npz
+    file, or hf:PATH for a Hugging Face dataset"""
     data_dir: str = ""
     """folder with NAME.npz or torchvision's files; empty: the user cache"""
     protocol: Literal["clean", "paper"] = "clean"
@@ -339,9 +339,9 @@ class RunConfig(BaseModel):
     @classmethod
     def _known_dataset(cls, value: str) -> str:
         custom = value.startswith(("own:", HF)) and value not in ("own:", HF)
-        if value not in ("digits", "cifar10", "cifar100") and not custom:
+        if value not in CLASS_COUNTS and not custom:
             raise ValueError(
-                "must be digits, cifar10, cifar100, own:PATH with a custom folder or .npz file, or hf:PATH with a "
+                f"must be {', '.join(CLASS_COUNTS)}, own:PATH with a custom folder or .npz file, or hf:PATH with a "
                 "Hugging Face dataset"
             )
         return value

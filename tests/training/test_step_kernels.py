@@ -16,10 +16,10 @@ from fedeas_flwr.training.models import Normaliser
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("room", [3, 8])
+@pytest.mark.parametrize(("dataset", "room"), [("cifar10", 3), ("cifar10", 8), ("fashion-mnist", 8)])
 @pytest.mark.parametrize("with_views", [False, True])
-def test_fetch_augments_and_normalises_a_batch(with_views: bool, room: int) -> None:
-    rng, info = np.random.default_rng(0), dataset_info("cifar10")
+def test_fetch_augments_and_normalises_a_batch(with_views: bool, dataset: str, room: int) -> None:
+    rng, info = np.random.default_rng(0), dataset_info(dataset)
     pixels = torch.from_numpy(rng.integers(0, 256, (9, *info.image_shape), dtype=np.uint8)).to(DEVICE)
     labels, table = torch.arange(9, device=DEVICE) * 7, torch.from_numpy(rng.integers(0, 9, (3, 4))).to(DEVICE)
     views = draw_views(info, 3, 4, rng).to(DEVICE) if with_views else None
@@ -30,7 +30,7 @@ def test_fetch_augments_and_normalises_a_batch(with_views: bool, room: int) -> N
     assert torch.equal(chosen, labels[table[2]])
     whole = images.as_strided((4, room, *images.shape[2:]), images.stride())
     assert whole.is_contiguous(memory_format=torch.channels_last)
-    assert not whole[:, 3:].any()
+    assert not whole[:, info.image_shape[2] :].any()
 
 
 @pytest.mark.parametrize("classes", [10, 100])
