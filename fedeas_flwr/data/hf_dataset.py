@@ -32,7 +32,7 @@ from fedeas_flwr.data.own_images import (
     renumber_labels,
 )
 
-_LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
+LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
 
 
 def is_hf(where: str | Path) -> bool:
@@ -193,7 +193,7 @@ def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], tup
 
     features = rows.features
     found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    found = found or [name for name in features if name in _LABEL_NAMES and name != image]
+    found = found or [name for name in features if name in LABEL_NAMES and name != image]
     column = _column(spec, "label", features, found)
     values = list(rows.select_columns(column).with_format(None)[column])
     if None in values:

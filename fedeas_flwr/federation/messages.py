@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,
@@ -45,6 +45,10 @@ from fedeas_flwr.strategies.records import (
 
 log = logging.getLogger("flwr").log
 
+AUGMENT = "fedeas"
+"""Name of the record that `with_fedeas` adds to another app's messages, and of an `Augmenter`'s record in the state."""
+AUGMENT_QUERY = f"{MessageType.QUERY}.{AUGMENT}"
+"""Message type of a matched policy's questions to another app: its ClientApp answers in ``@app.query("fedeas")``."""
 CLIENT_FAILED = 1
 """Error code of a reply whose reason the client wrote itself."""
 
@@ -85,10 +89,10 @@ def _on_wire(*keys: _Key, build: Callable[..., Any] = lambda value: value) -> di
     return {"keys": keys, "build": build}
 
 
-_Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport")
+_Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport | AugmentTask")
 
 
-def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport) -> None:
+def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport | AugmentTask) -> None:
     for item in fields(values):
         value = getattr(values, item.name)
         parts = astuple(value) if is_dataclass(value) else (value,)  # type: ignore[arg-type]
@@ -105,6 +109,7 @@ def _read(cls: type[_Values], record: Mapping[str, Any]) -> _Values:
 
 
 _CLIENT = _whole("client-id")
+_SHARE = _on_wire(_whole("share-base"), _whole("share-extra"), _number("share-level"), build=Share)
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,7 @@ class TrainTask:
     """The same in the checkpoint before it, from which the server resumes if the last one is damaged."""
     run: str = field(metadata=_on_wire(_text("run", "[0-9a-f]{32}", "32 hexadecimal digits")))
     """Identity of the run. A node keeps the client's state in a folder of this name."""
-    share: Share = field(
-        metadata=_on_wire(_whole("share-base"), _whole("share-extra"), _number("share-level"), build=Share)
-    )
+    share: Share = field(metadata=_SHARE)
     service: str = field(default="", metadata=_on_wire(_text("generator-service")))
     """Address of the generator that all clients share; empty if every client opens its own."""
 
@@ -159,6 +162,17 @@ class EvaluateReport:
     loss: float = field(metadata=_on_wire(_number(LOSS), build=float))
 
 
+@dataclass(frozen=True)
+class AugmentTask:
+    """What `with_fedeas` adds to the messages of another app: how an `Augmenter` plans its client's images."""
+
+    policy: str = field(metadata=_on_wire(_text("policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
+    beta: float = field(metadata=_on_wire(_number("beta"), build=float))
+    gamma: float = field(metadata=_on_wire(_number("gamma"), build=float))
+    strict_mean: bool = field(metadata=_on_wire(_Key("strict-mean", lambda v: type(v) is bool, "true or false")))
+    share: Share = field(default=EMPTY_SHARE, metadata=_SHARE)
+
+
 def classes_digest(classes: Sequence[str]) -> int:
     """Return a 48-bit hash of the class names in order; the server compares it with its own."""
     return int(hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:12], 16)
@@ -172,10 +186,10 @@ def is_in_process(message: Message) -> bool:
 # ------------------------------------------------------------------------------------------------ query
 
 
-def build_query(node: int, question: str, at: float = 0.0) -> Message:
+def build_query(node: int, question: str, at: float = 0.0, message_type: str = MessageType.QUERY) -> Message:
     """Build a query to a node: its ``identity``, a matched policy's question at a β or a level, or a disclosure."""
     config = ConfigRecord({"question": question, "at": at})
-    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
+    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=message_type)
 
 
 def read_question(message: Message) -> tuple[str, float]:
@@ -305,6 +319,24 @@ def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
     if report.correct > report.examples:
         raise MessageError(f"correct = {report.correct}, expected at most {WEIGHT} = {report.examples}")
     return report
+
+
+# ------------------------------------------------------------------------------------ messages of other apps
+
+
+def add_augment_task(message: Message, task: AugmentTask) -> None:
+    """Add a task to a message that another app's strategy built; all other records stay as they are."""
+    record = ConfigRecord()
+    _write(record, task)
+    message.content = RecordDict({**message.content, AUGMENT: record})  # a copy: a strategy may send one to all nodes
+
+
+def read_augment_task(message: Message) -> AugmentTask:
+    """Return the task; raise `MessageError` if there is none, or for a value that is not allowed."""
+    records = message.content.config_records
+    if AUGMENT not in records:
+        raise MessageError("no β in the message: the ServerApp needs strategy = with_fedeas(strategy, beta=...)")
+    return _read(AugmentTask, records[AUGMENT])
 
 
 # ----------------------------------------------------------------------------------------------- errors
