@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.messages import AugmentTask
 from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, PolicySettings, Share, allocate
 
@@ -92,13 +91,14 @@ def _split_total(policy: MatchedPolicy, task: AugmentTask, settings: PolicySetti
         out = [messages.build_query(node, question, at, messages.AUGMENT_QUERY) for node in nodes]
         for message in out:
             messages.add_augment_task(message, task)
-        replies = deliver(grid, out, _ANSWER_SECONDS)
-        failed = [messages.failure_reason(reply) for reply in replies.values() if reply.has_error()]
+        replies = list(grid.send_and_receive(out, timeout=_ANSWER_SECONDS))
+        failed = [messages.failure_reason(reply) for reply in replies if reply.has_error()]
         if failed or len(replies) < len(nodes):
             why = failed[0] if failed else f"no reply within {_ANSWER_SECONDS:g} s"
             needed = 'every ClientApp needs @app.query("fedeas") that returns Augmenter.answer(...)'
             raise RunError(f"policy = {policy.name!r}: a client did not answer ({why}); {needed}")
-        found = {n: messages.read_answer(reply, "classes", *policy.questions[question]) for n, reply in replies.items()}
+        keys = "classes", *policy.questions[question]
+        found = {reply.metadata.src_node_id: messages.read_answer(reply, *keys) for reply in replies}
         return dict(sorted(found.items(), key=lambda item: (item[1][0], item[0])))
 
     first = ask("plan", settings.beta)

@@ -1,1 +1,1 @@
-"""A Flower app in the shape of quickstart-pytorch, with FedEAS added."""
+"""A Flower app in the shape of quickstart-pytorch, on digits or Fashion-MNIST."""

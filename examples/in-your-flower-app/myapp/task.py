@@ -69,7 +69,7 @@ def load_data(partition_id, num_partitions, config):
 
 def load_central_testset(config):
     data = open_data(config["dataset"], config["data-dir"])
-    return DataLoader(Images(data.x_test, data.y_test), batch_size=256)
+    return DataLoader(Images(data.x_test.copy(), data.y_test), batch_size=256)
 
 
 def train(net, trainloader, epochs, lr, device):
