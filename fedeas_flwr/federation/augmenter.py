@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from logging import INFO
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,16 +30,12 @@ from fedeas_flwr.generators.diffusion.model_folder import CLASSES, check_unet, r
 from fedeas_flwr.generators.fill import checked_labels, repeated
 from fedeas_flwr.generators.interface import Generator, LazyGenerator
 from fedeas_flwr.generators.opening import open_generator
-from fedeas_flwr.policies import (
-    POLICIES,
-    ClientView,
-    MatchedPolicy,
-    PolicySettings,
-    answer_question,
-    checked_plan,
-)
+from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, answer_question, checked_plan
 
 logger = logging.getLogger("flwr")
+
+_STATE = "fedeas"
+"""Name of the record in ``context.state``."""
 
 
 class Augmenter:
@@ -110,6 +105,8 @@ class Augmenter:
         if policy.repeats:
             chosen = repeated(labels, plan, stream(self._seed, "oversample", client))
             return ConcatDataset([dataset, Subset(dataset, chosen.tolist())])
+        make = _item_maker(dataset, self._transform)
+        _check_items(dataset[0], make(_to_pil(np.zeros(made_by.image_shape, np.uint8)), 0))
         known = str(state["generator"])
         source = LazyGenerator(known, *made_by[:2], self._open) if known else self._open()
         about = {"generator": self._generator if isinstance(self._generator, str) else type(self._generator).__name__}
@@ -118,9 +115,7 @@ class Augmenter:
             source, seed=self._seed, client=client, wanted=plan, about=about, report=report
         )
         state["generator"] = source.fingerprint
-        synthetic = _Synthetic(images, more, _item_maker(dataset, self._transform))
-        _check_items(dataset, synthetic)
-        return ConcatDataset([dataset, synthetic])
+        return ConcatDataset([dataset, _Synthetic(images, more, make)])
 
     def answer(self, dataset: Any, message: Message, context: Context) -> Message:
         """Return the reply to a matched policy's question, for ``@app.query("fedeas")``: a few integers, no counts."""
@@ -129,22 +124,22 @@ class Augmenter:
         if not isinstance(policy, MatchedPolicy) or question not in policy.questions:
             raise ValueError(f"question = {question!r}: must be a question of the policy {task.policy!r}")
         counts = np.bincount(_labels(dataset, made_by), minlength=made_by.num_classes)
-        numbers = answer_question(policy, ClientView(counts[None], _settings(task)), question, at)
+        numbers = answer_question(policy, ClientView(counts[None], task.settings), question, at)
         return messages.build_query_reply(message, _client(context), classes=made_by.num_classes, **numbers)
 
     def _planned(self, task: AugmentTask, client: int, counts: Labels, context: Context) -> ConfigRecord:
         """Return the client's state; plan if it has none, or if its label counts changed."""
-        state = context.state.config_records.get(messages.AUGMENT)
+        state = context.state.config_records.get(_STATE)
         if state is None or state["counts"] != counts.tolist():
-            view = ClientView(counts[None], _settings(task), [task.share])
+            view = ClientView(counts[None], task.settings, [task.share])
             plan = checked_plan(POLICIES[task.policy], view)[0].tolist()
             again = "its labels changed; " if state else ""
-            logger.log(INFO, "client %d: %s%d images planned by policy %s", client, again, sum(plan), task.policy)
+            logger.info("client %d: %s%d images planned by policy %s", client, again, sum(plan), task.policy)
             generator = state["generator"] if state else ""
             state = ConfigRecord(
                 {"policy": task.policy, "counts": counts.tolist(), "plan": plan, "generator": generator}
             )
-            context.state[messages.AUGMENT] = state
+            context.state[_STATE] = state
         return state
 
     def _describe(self) -> _MadeBy:
@@ -198,10 +193,6 @@ def _client(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id % 2**53))
 
 
-def _settings(task: AugmentTask) -> PolicySettings:
-    return PolicySettings(task.beta, task.gamma, task.strict_mean)
-
-
 # --------------------------------------------------------------------------------------- labels and items of datasets
 
 
@@ -215,8 +206,15 @@ class _Synthetic(Dataset[Any]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> Any:
-        image = self._images[index]
-        return self._make(Image.fromarray(image[..., 0] if image.shape[2] == 1 else image), int(self._labels[index]))
+        return self._make(_to_pil(self._images[index]), int(self._labels[index]))
+
+
+def _to_pil(image: Images) -> Image.Image:
+    return Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+
+
+def _to_numpy(values: Any) -> Any:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
 def _whole_dataset(dataset: Any) -> Any:
@@ -234,9 +232,7 @@ def _hf_columns(dataset: Any) -> tuple[str, str]:
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     labels = labels or [name for name in kinds if name in LABEL_NAMES]
     if len(images) != 1 or len(labels) != 1:
-        raise ValueError(
-            f"dataset: columns {', '.join(kinds)}: must have one of images and one of labels; remove others"
-        )
+        raise ValueError(f"dataset: columns {', '.join(kinds)}: must be one with images and one with labels")
     return images[0], labels[0]
 
 
@@ -264,17 +260,17 @@ def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
 
 def _raw_labels(dataset: Any) -> Any:
     if isinstance(dataset, Subset):
-        return np.asarray(_raw_labels(dataset.dataset))[np.asarray(dataset.indices)]
+        return _raw_labels(dataset.dataset)[np.asarray(dataset.indices)]
     if _is_hf(dataset):
         column = _hf_columns(dataset)[1]
         return np.asarray(dataset.select_columns(column).with_format(None)[column])
     if isinstance(dataset, TensorDataset):
-        return np.asarray(dataset.tensors[-1])
+        return _to_numpy(dataset.tensors[-1])
     attribute = next((name for name in ("targets", "labels") if hasattr(dataset, name)), None)
     if attribute and getattr(dataset, "target_transform", None) is None:
-        return np.asarray(getattr(dataset, attribute))
+        return _to_numpy(getattr(dataset, attribute))
     items = (dataset[index] for index in range(len(dataset)))
-    return np.array([np.asarray(item[_item_keys(item)[1]]) for item in items])
+    return np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
 
 
 def _item_maker(dataset: Any, transform: Callable[[Image.Image], Any] | None) -> Callable[[Image.Image, int], Any]:
@@ -291,18 +287,18 @@ def _item_maker(dataset: Any, transform: Callable[[Image.Image], Any] | None) ->
     like, change = item[label_key], transform or getattr(whole, "transform", None) or (lambda image: image)
 
     def make(image: Image.Image, label: int) -> Any:
-        own = torch.tensor(label, dtype=like.dtype) if isinstance(like, torch.Tensor) else type(like)(label)
+        own = like.new_tensor(label) if isinstance(like, torch.Tensor) else type(like)(label)
         return {image_key: change(image), label_key: own} if isinstance(item, dict) else (change(image), own)
 
     return make
 
 
-def _check_items(dataset: Any, synthetic: Dataset[Any]) -> None:
-    """Raise ValueError unless the first real and the first synthetic item look the same."""
-    if (found := _look(synthetic[0])) != (wanted := _look(dataset[0])):
+def _check_items(real: Any, synthetic: Any) -> None:
+    """Raise ValueError unless a real and a synthetic item look the same."""
+    if _look(real) != _look(synthetic):
         raise ValueError(
-            f"generator: its images become {found}, but the dataset has {wanted}; give Augmenter(transform=...), "
-            "a function that turns a PIL image into the image of an item"
+            f"generator: its images become {_look(synthetic)}, but the dataset has {_look(real)}; give "
+            "Augmenter(transform=...), a function that turns a PIL image into the image of an item"
         )
 
 

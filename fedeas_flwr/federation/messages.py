@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, Share
+from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, PolicySettings, Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,
@@ -45,9 +45,7 @@ from fedeas_flwr.strategies.records import (
 
 log = logging.getLogger("flwr").log
 
-AUGMENT = "fedeas"
-"""Name of the record that `with_fedeas` adds to another app's messages, and of an `Augmenter`'s record in the state."""
-AUGMENT_QUERY = f"{MessageType.QUERY}.{AUGMENT}"
+AUGMENT_QUERY = f"{MessageType.QUERY}.fedeas"
 """Message type of a matched policy's questions to another app: its ClientApp answers in ``@app.query("fedeas")``."""
 CLIENT_FAILED = 1
 """Error code of a reply whose reason the client wrote itself."""
@@ -109,7 +107,6 @@ def _read(cls: type[_Values], record: Mapping[str, Any]) -> _Values:
 
 
 _CLIENT = _whole("client-id")
-_SHARE = _on_wire(_whole("share-base"), _whole("share-extra"), _number("share-level"), build=Share)
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,9 @@ class TrainTask:
     """The same in the checkpoint before it, from which the server resumes if the last one is damaged."""
     run: str = field(metadata=_on_wire(_text("run", "[0-9a-f]{32}", "32 hexadecimal digits")))
     """Identity of the run. A node keeps the client's state in a folder of this name."""
-    share: Share = field(metadata=_SHARE)
+    share: Share = field(
+        metadata=_on_wire(_whole("share-base"), _whole("share-extra"), _number("share-level"), build=Share)
+    )
     service: str = field(default="", metadata=_on_wire(_text("generator-service")))
     """Address of the generator that all clients share; empty if every client opens its own."""
 
@@ -164,13 +163,23 @@ class EvaluateReport:
 
 @dataclass(frozen=True)
 class AugmentTask:
-    """What `with_fedeas` adds to the messages of another app: how an `Augmenter` plans its client's images."""
+    """What `with_fedeas` adds to another app's messages: how an `Augmenter` plans its client's images."""
 
-    policy: str = field(metadata=_on_wire(_text("policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
-    beta: float = field(metadata=_on_wire(_number("beta"), build=float))
-    gamma: float = field(metadata=_on_wire(_number("gamma"), build=float))
-    strict_mean: bool = field(metadata=_on_wire(_Key("strict-mean", lambda v: type(v) is bool, "true or false")))
-    share: Share = field(default=EMPTY_SHARE, metadata=_SHARE)
+    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
+    beta: float = field(metadata=_on_wire(_number("fedeas-beta"), build=float))
+    gamma: float = field(metadata=_on_wire(_number("fedeas-gamma"), build=float))
+    strict_mean: bool = field(metadata=_on_wire(_Key("fedeas-strict-mean", lambda v: type(v) is bool, "true or false")))
+    share: Share = field(
+        default=EMPTY_SHARE,
+        metadata=_on_wire(
+            _whole("fedeas-share-base"), _whole("fedeas-share-extra"), _number("fedeas-share-level"), build=Share
+        ),
+    )
+
+    @property
+    def settings(self) -> PolicySettings:
+        """Settings of the plan."""
+        return PolicySettings(self.beta, self.gamma, self.strict_mean)
 
 
 def classes_digest(classes: Sequence[str]) -> int:
@@ -325,18 +334,23 @@ def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
 
 
 def add_augment_task(message: Message, task: AugmentTask) -> None:
-    """Add a task to a message that another app's strategy built; all other records stay as they are."""
-    record = ConfigRecord()
-    _write(record, task)
-    message.content = RecordDict({**message.content, AUGMENT: record})  # a copy: a strategy may send one to all nodes
+    """Add a task to the config record of a message that another app's strategy built.
+
+    It has no record of its own, since Flower's client-side differential privacy allows one config record only.
+    """
+    records = message.content.config_records
+    name = next(iter(records), CONFIG)
+    config = ConfigRecord(dict(records[name].items()) if records else {})  # a copy: nodes may share the strategy's
+    _write(config, task)
+    message.content = RecordDict({**message.content, name: config})
 
 
 def read_augment_task(message: Message) -> AugmentTask:
     """Return the task; raise `MessageError` if there is none, or for a value that is not allowed."""
-    records = message.content.config_records
-    if AUGMENT not in records:
-        raise MessageError("no β in the message: the ServerApp needs strategy = with_fedeas(strategy, beta=...)")
-    return _read(AugmentTask, records[AUGMENT])
+    for record in message.content.config_records.values():
+        if "fedeas-beta" in record:
+            return _read(AugmentTask, record)
+    raise MessageError("no β in the message: the ServerApp needs strategy = with_fedeas(strategy, beta=...)")
 
 
 # ----------------------------------------------------------------------------------------------- errors

@@ -95,8 +95,8 @@ def _split_total(policy: MatchedPolicy, task: AugmentTask, settings: PolicySetti
         failed = [messages.failure_reason(reply) for reply in replies if reply.has_error()]
         if failed or len(replies) < len(nodes):
             why = failed[0] if failed else f"no reply within {_ANSWER_SECONDS:g} s"
-            needed = 'every ClientApp needs @app.query("fedeas") that returns Augmenter.answer(...)'
-            raise RunError(f"policy = {policy.name!r}: a client did not answer ({why}); {needed}")
+            needed = 'every ClientApp must answer @app.query("fedeas") with Augmenter.answer(...)'
+            raise RunError(f"policy = {policy.name!r}: {needed}; one did not: {why}")
         keys = "classes", *policy.questions[question]
         found = {reply.metadata.src_node_id: messages.read_answer(reply, *keys) for reply in replies}
         return dict(sorted(found.items(), key=lambda item: (item[1][0], item[0])))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, Strategy
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from users_generators import Stripes
@@ -228,9 +229,9 @@ class UsersStrategy(FedAvg):
 FEDERATION = np.array([[60, 30, 1, 4], [0, 80, 0, 0], [5, 5, 5, 5], [0, 3, 90, 9]])
 
 
-def users_app(answers: bool = True) -> ClientApp:
+def users_app(answers: bool = True, mods: list[Any] | None = None) -> ClientApp:
     """Return an app whose clients hold `FEDERATION` and train on nothing."""
-    app = ClientApp()
+    app = ClientApp(mods=mods)
     fedeas = Augmenter(GENERATOR)
 
     def load(here: Context) -> Pictures:
@@ -240,7 +241,8 @@ def users_app(answers: bool = True) -> ClientApp:
     @app.train()
     def train(msg: Message, here: Context) -> Message:
         real = load(here)
-        assert msg.content.config_records["config"]["lr"] == 0.1 / msg.content.config_records["config"]["server-round"]
+        config = msg.content.config_records["config"]
+        assert config["lr"] == 0.1 / config["server-round"]  # type: ignore[operator]
         augmented = fedeas.augment(real, msg, here)
         metrics = MetricRecord({"num-examples": len(real), "augmented": len(augmented)})
         return Message(RecordDict({"arrays": msg.content["arrays"], "metrics": metrics}), reply_to=msg)
@@ -294,6 +296,20 @@ def test_second_start_splits_the_total_again() -> None:
         assert found == allocate(FEDERATION[[node - 1 for node in nodes]], "uniform", beta=BETA).tolist()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_flowers_client_side_privacy_works(inside: bool) -> None:
+    """Its mod allows one config record in a message."""
+
+    def private(strategy: Strategy) -> Strategy:
+        return DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, len(FEDERATION))
+
+    strategy: Strategy = UsersStrategy(fraction_evaluate=0.0)
+    strategy = private(with_fedeas(strategy, BETA)) if inside else with_fedeas(private(strategy), BETA)
+    grid = InlineGrid(users_app(mods=[fixedclipping_mod]), len(FEDERATION), {})
+    strategy.start(grid, ArrayRecord({"w": torch.zeros(1)}), num_rounds=1)
+    assert all(sum(planned(here)) for here in grid._contexts.values() if here.node_id != 3)
+
+
 def test_share_is_read_from_the_message() -> None:
     here = context()
     Augmenter(GENERATOR).augment(Pictures(), message("uniform", share=Share(base=3, extra=1)), here)
@@ -319,8 +335,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         add(out=Message(RecordDict(), 1, MessageType.TRAIN)),
         r"no β in the message: the ServerApp needs strategy = with_fedeas",
     ),
-    "β no number": (add(out=message(beta=float("nan"))), "beta = nan"),
-    "policy": (add(out=message("os:abort")), "policy = 'os:abort'"),
+    "β no number": (add(out=message(beta=float("nan"))), "fedeas-beta = nan"),
+    "policy": (add(out=message("os:abort")), "fedeas-policy = 'os:abort'"),
     "one class": (add(Stripes("a", (6, 5, 1))), "has 1 class"),
     "label": (add(dataset=Pictures([*LABELS[1:], 4])), "labels: 4 is not allowed; give whole numbers from 0 to 3"),
     "shape": (
@@ -348,7 +364,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "server's total": (lambda: with_fedeas(FedAvg(), BETA, total=5), "total=5: policy 'fedeas' sets its own"),
     "no answer line": (
         lambda: start(InlineGrid(users_app(answers=False), 4, {}), beta=BETA, policy="uniform"),
-        r'policy = \'uniform\': a client did not answer .*; every ClientApp needs @app.query\("fedeas"\)',
+        r'policy = \'uniform\': every ClientApp must answer @app.query\("fedeas"\) .*; one did not: ValueError: No query',
     ),
 }
 
