@@ -46,7 +46,8 @@ def with_fedeas(
     Parameters
     ----------
     strategy
-        Any Flower strategy. Its ``configure_train`` is replaced by one that calls it and adds a record to its messages.
+        Any Flower strategy. Its ``configure_train`` is replaced by one that calls it and adds keys to the messages'
+        config.
     beta
         Scale of the budgets; `fedeas plan` helps to choose it.
     policy

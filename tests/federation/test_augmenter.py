@@ -364,7 +364,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "server's total": (lambda: with_fedeas(FedAvg(), BETA, total=5), "total=5: policy 'fedeas' sets its own"),
     "no answer line": (
         lambda: start(InlineGrid(users_app(answers=False), 4, {}), beta=BETA, policy="uniform"),
-        r'policy = \'uniform\': every ClientApp must answer @app.query\("fedeas"\) .*; one did not: ValueError: No query',
+        r'policy = \'uniform\': every ClientApp must answer @app.query\("fedeas"\) .*: ValueError: No query',
     ),
 }
 
