@@ -34,7 +34,7 @@ from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, che
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import client_part, find_algorithm
-from fedeas_flwr.training.build import EnginePool, build_network, local_training_config, loss_and_view_inputs
+from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.models import Normaliser
 
@@ -131,7 +131,7 @@ def train_client(message: Message, context: Context) -> Message:
         labels=local.labels,
         steps=local_training_config(config).steps(len(local.labels)),
     )
-    common = loss_and_view_inputs(config, data.num_classes, local.labels, task.round, node.client)
+    common = common_inputs(config, data.num_classes, local.labels, task.round, node.client)
     inputs = algorithm.prepare(client_round) | common
     batches = stream(config.seed, "batches", task.round, node.client)
     with _engines.borrow(config, device, algorithm.objective) as engine:

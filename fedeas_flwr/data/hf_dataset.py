@@ -105,6 +105,8 @@ def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
                 found = datasets.load_from_disk(str(path))
             else:
                 found = datasets.load_dataset(str(path.absolute()), cache_dir=temporary)
+        except IndexError:  # datasets 4.8 reads no table without rows
+            raise ValueError(f"{path} has no images, or has a split without any") from None
         except Exception as error:  # Arrow's errors, those of datasets and of the Hub have no common type
             raise ValueError(f"{path} cannot be read by the package datasets ({one_line(error)})") from None
         yield found if isinstance(found, datasets.DatasetDict) else {"all": found}

@@ -54,8 +54,9 @@ def test_mean_of_first_and_its_gradient_match_torch(counted: int) -> None:
     torch.testing.assert_close(slopes, torch.tensor(wanted, device=DEVICE))
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, device=DEVICE)], ids=["number", "tensor"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype) -> None:
+def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype, rate: float | torch.Tensor) -> None:
     torch.manual_seed(0)
     kernel = torch.randn(64, 20, 3, 3, device=DEVICE).to(memory_format=torch.channels_last)
     wholes = [kernel, torch.randn(5000, device=DEVICE), torch.randn(40, 40, 3, 3, device=DEVICE)]
@@ -72,7 +73,7 @@ def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype) -> Non
     total, row = torch.tensor(3.0, device=DEVICE), torch.tensor([4], device=DEVICE)
     descent = FusedSGD(parameters, masters)
     loss, samples = torch.tensor(0.5, device=DEVICE), torch.tensor(6.0, device=DEVICE)
-    descent(gradients, 0.1, loss, total, samples, row)
+    descent(gradients, rate, loss, total, samples, row)
     for whole, copy, value in zip(wholes, copies, wanted, strict=True):
         torch.testing.assert_close(whole, value)
         torch.testing.assert_close(
