@@ -17,12 +17,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
 from leftovers import flower_processes
 from runners import CHEAP, finish, small, start_interruptible, weights, with_fixed_noise_key
 from waiting import LONG, PausedRun, wait_until
 
+from fedeas_flwr.commands.publish import write_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.processes import with_variable
+from fedeas_flwr.common.project import code_digest
 from fedeas_flwr.launch.superlink import QUIET, free_port
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -211,3 +215,19 @@ def test_flwr_run_of_the_example_with_fedeas(tmp_path: Path, digits_generator: P
         assert results.exists(), done.stdout + done.stderr
         assert len(results.read_text().splitlines()) == 3
         assert "images planned by policy fedeas" in done.stdout and "Received 3 results and 0 failures" in done.stdout
+
+
+@pytest.mark.slow
+def test_published_app_runs_where_it_is_unpacked(tmp_path: Path, digits_generator: Path) -> None:
+    published = tmp_path / "published" / "fedeas-flwr"
+    write_app(ROOT, published)
+    with (published / "fedeas_flwr" / "__init__.py").open("a") as code:
+        code.write("# not the code of the checkout\n")
+    unpacked = install_from_fab(build_fab_from_disk(published), tmp_path / "elsewhere")
+    shutil.rmtree(published)
+    with own_superlink(tmp_path / "flwr") as flwr_run:
+        done = flwr_run(unpacked, f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
+    run = RunDirectory(tmp_path / "run")
+    assert run.status()[0] == "finished", done.stdout + done.stderr
+    assert run.summary()["rounds"] == 2 and run.summary()["total_generated"] > 0
+    assert run.environment()["code"] == code_digest(unpacked / "fedeas_flwr") != code_digest()
