@@ -25,12 +25,12 @@ _FRONT_MATTER = {
     "title": '"WHERE to Generate Matters: Budget-Aware Synthetic Augmentation for Label Skewed Federated Learning"',
     "url": "https://arxiv.org/abs/2607.06616",
     "labels": "[label skew, data augmentation, synthetic data, diffusion models, image classification]",
-    "dataset": "[Digits, CIFAR-10, CIFAR-100]",
+    "dataset": "[Digits, CIFAR-10, CIFAR-100, Fashion-MNIST]",
     "tags": "[vision, label skew, synthetic data, diffusion, research]",
     "framework": "[torch, diffusers]",
 }
-"""YAML for the top of the README. Flower's baselines have title, url, labels and dataset; apps on the Hub have tags,
-dataset and framework."""
+"""YAML for the top of a README that lacks these keys. Flower's baselines have title, url, labels and dataset; apps on
+the Hub have tags, dataset and framework."""
 
 
 def publish(
