@@ -86,7 +86,7 @@ def dataset_info(name: str) -> DatasetInfo:
 
 def short_name(name: str) -> str:
     """Return a dataset's name without its folder, for titles and labels."""
-    return HfSpec.parse(name.removeprefix(OWN)).path.stem if is_own(name) else name
+    return Path(HfSpec.parse(name.removeprefix(OWN)).where).stem if is_own(name) else name
 
 
 def open_dataset(name: str, data_dir: str = "") -> Dataset:

@@ -191,7 +191,6 @@ def test_names_in_a_config(tmp_path: Path) -> None:
             parse_config({"dataset": bad, "policy": "none"})
 
 
-@pytest.mark.slow
 def test_parquet_folder_to_a_finished_run_in_two_commands(hf: Any, tmp_path: Path) -> None:
     """Three classes, two sizes, PNG bytes in parquet: train a generator on it, then run FedEAS with it."""
     import pyarrow
