@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,22 +59,13 @@ MIN_SAMPLES = 10
 """Minimum number of samples per client, before the local split."""
 
 DIRICHLET = "dirichlet"
+_FLOWERS = ("InnerDirichlet", "Pathological", "Shard", "Continuous", "Iid", "Size", "Linear", "Square", "Exponential")
 PARTITIONERS = {
     DIRICHLET: "",
+    f"flwr-{DIRICHLET}": "flwr_datasets.partitioner:DirichletPartitioner",
     **{
-        name: f"flwr_datasets.partitioner:{partitioner}Partitioner"
-        for name, partitioner in {
-            "flwr-dirichlet": "Dirichlet",
-            "inner-dirichlet": "InnerDirichlet",
-            "pathological": "Pathological",
-            "shard": "Shard",
-            "continuous": "Continuous",
-            "iid": "Iid",
-            "size": "Size",
-            "linear": "Linear",
-            "square": "Square",
-            "exponential": "Exponential",
-        }.items()
+        re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower(): f"flwr_datasets.partitioner:{name}Partitioner"
+        for name in _FLOWERS
     },
 }
 """Values of the key `partition` besides import paths → class of flwr-datasets; ``dirichlet`` is the paper's draw."""

@@ -140,6 +140,7 @@ def test_both_engines_follow_the_schedule(precision: str, momentum: float, decay
     for rate in (0.05, 0.005, 0.02):
         inputs = Inputs({LEARNING_RATE: torch.tensor(rate, device=device)})
         (eager, graphed), (fixed, fixed_graph) = ([train(e, inputs) for e in scheduled], map(train, engines(rate)))
-        assert torch.equal(eager, fixed), "the eager engine's step depends on where its rate is from"
-        apart = [float((other - eager).norm() / eager.norm()) for other in (graphed, fixed_graph)]
+        if device == "cpu":  # cuDNN's sums differ from call to call
+            assert torch.equal(eager, fixed), "the eager engine's step depends on where its rate is from"
+        apart = [float((other - eager).norm() / eager.norm()) for other in (fixed, graphed, fixed_graph)]
         assert max(apart) < (1e-3 if precision == "fp32" else 0.03)
