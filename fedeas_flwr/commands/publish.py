@@ -21,16 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROJECT_FILE = "pyproject.toml"
 _DOCUMENTS = ("*.md", "docs/*.md", "examples/**", "results/**/*.md", "LICENSE", ".gitignore")
 """Files to publish besides those that Flower ships to nodes (`fab-include`), if the Hub accepts their format."""
-_FRONT_MATTER = {
-    "title": '"WHERE to Generate Matters: Budget-Aware Synthetic Augmentation for Label Skewed Federated Learning"',
-    "url": "https://arxiv.org/abs/2607.06616",
-    "labels": "[label skew, data augmentation, synthetic data, diffusion models, image classification]",
-    "dataset": "[Digits, CIFAR-10, CIFAR-100, Fashion-MNIST]",
-    "tags": "[vision, label skew, synthetic data, diffusion, research]",
-    "framework": "[torch, diffusers]",
-}
-"""YAML for the top of a README that lacks these keys. Flower's baselines have title, url, labels and dataset; apps on
-the Hub have tags, dataset and framework."""
 
 
 def publish(
@@ -66,7 +56,6 @@ def write_app(root: Path, folder: Path) -> None:
         for page in staged.rglob("*.md"):
             text = page.read_text(encoding="utf-8", errors="surrogateescape")  # Flower names a file with other bytes
             text = _without_dead_links(text, page.parent)
-            text = _with_front_matter(text) if page == staged / "README.md" else text
             page.write_text(text, encoding="utf-8", errors="surrogateescape")
         try:
             check_app(staged, folder.name)
@@ -107,12 +96,3 @@ def _without_dead_links(text: str, folder: Path) -> str:
         return f"*(figure in the repository: {link['text']})*" if link["image"] else link["text"]
 
     return re.sub(r"(?P<image>!?)\[(?P<text>[^]]*)\]\((?P<target>[^)#:\s]+)(#[^)]*)?\)", replace, text)
-
-
-def _with_front_matter(readme: str) -> str:
-    """Return a README whose front matter has every key of `_FRONT_MATTER`; its own values are kept."""
-    own, body = "", readme
-    if readme.startswith("---\n"):
-        own, _, body = readme.removeprefix("---\n").partition("---\n")
-    missing = (f"{key}: {value}\n" for key, value in _FRONT_MATTER.items() if not re.search(f"^{key}:", own, re.M))
-    return f"---\n{own}{''.join(missing)}---\n\n{body.lstrip()}"
