@@ -1,0 +1,4 @@
+"""Audit a generator for memorisation of its training images: nearest neighbours and membership inference.
+
+Other packages use `audit.audit_generator`.
+"""
