@@ -83,8 +83,9 @@ def audit(
     conf, overrides = split_conf(words or [])
     if conf:
         reject_options(context, ["dataset", "data_dir", "members", "non_members"], f"{conf} determines the images")
-    values = read_values(conf, overrides) if conf else {"dataset": dataset, "data-dir": data_dir}
-    config = parse_config(values | parse_overrides(overrides) | {"generator": generator, "device": device})
+    own = {"dataset": dataset, "data-dir": data_dir}
+    values = read_values(conf, overrides) if conf else own | parse_overrides(overrides)
+    config = parse_config(values | {"generator": generator, "device": device})
     if conf and config.protocol != "clean":
         raise ConfigError(f"protocol = {config.protocol!r}: its clients train on test images; use protocol=clean")
     where, info = configure_torch(device), dataset_info(config.dataset)
@@ -93,16 +94,19 @@ def audit(
         _read_images("--members", members, info, given.x_train, given.y_train),
         _read_images("--non-members", non_members, info, given.x_test, given.y_test),
     )
+    labels = np.intersect1d(sides[0].labels, sides[1].labels).tolist()
+    if not labels:
+        raise ConfigError("--members and --non-members: have no class in common; give images of the same classes")
+    if samples < len(labels):
+        raise ConfigError(f"--samples {samples}: must be at least {len(labels)}, the number of classes")
     clients = federated_data(config, config.clients).partition.train if conf else []
     if config.generator_spec.kind == "builtin":
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
     available = images_per_class(opened) or [samples] * len(info.classes)
-    labels = [int(label) for label in np.intersect1d(sides[0].labels, sides[1].labels) if available[label]]
-    if not 1 <= len(labels) <= samples:
-        which = "the number of classes with members, non-members and samples"
-        raise ConfigError(f"--samples {samples}: must be at least {len(labels)}, {which}, which must not be 0")
     wanted = [(label, i) for label in labels for i in range(min(samples // len(labels), available[label]))]
+    if not wanted:
+        raise ConfigError(f"generator: {generator} has no image of a class of the members and non-members")
     images = np.concatenate(list(sample_in_chunks(opened, [SampleId(seed, 0, *each) for each in wanted])))
     made = LabelledImages(images, np.array([label for label, _ in wanted]))
     found = Audit(made, *sides, clients=clients, mirrored=info.mirrored_keeps_class, seed=seed)
@@ -110,7 +114,7 @@ def audit(
         with showing_log(Console(stderr=True, markup=False)):
             found.attack(opened.folder, len(info.classes), where)
     results = {
-        **describe_generator(config),
+        **(describe_generator(config) if config.generator_spec.is_diffusion else {}),
         "generator": without_folder(generator),
         "dataset": without_folder(config.dataset),
         "fingerprint": opened.fingerprint,
@@ -167,7 +171,7 @@ def _print_results(results: Mapping[str, Any]) -> None:
             head = (name, "members", *(_TESTS[test] for test in groups[0]["tests"]))
             print_table(console, head, rows, fold=[name], right=head[1:])
     verdict = f"detected ({'; '.join(detected)})" if detected else "not detected"
-    print(f"\nmemorisation: {verdict}. {_LIMITS}")
+    print(f"\nmemorisation: {verdict}", _LIMITS, sep="\n")
 
 
 def _cell(test: Mapping[str, Any]) -> str:

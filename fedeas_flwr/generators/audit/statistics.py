@@ -65,9 +65,9 @@ def true_positives(
 ) -> dict[str, float]:
     """Return the fraction of members found at a false-positive rate of at most 1 %, with interval and p-value.
 
-    The interval is a percentile bootstrap over members and non-members. The p-value is exact: the probability that at
-    least as many members are found if members and non-members have the same distribution. ``expected`` is the mean
-    fraction in that case.
+    The interval is a percentile bootstrap over members and non-members, and at least Wilson's for a fixed threshold:
+    at 0 and 1 the bootstrap has no width. The p-value is exact: the probability that at least as many members are found
+    if members and non-members have the same distribution. ``expected`` is the mean fraction in that case.
     """
     found, allowed, number = int(_found(members, non_members).sum()), len(non_members) // 100, len(non_members)
     drawn = (
@@ -78,7 +78,8 @@ def true_positives(
     # As many are found if and only if at most `allowed` of the lowest `found + allowed` errors are of non-members.
     lowest, total = found + allowed, len(members) + number
     ways = sum(comb(lowest, few) * comb(total - lowest, number - few) for few in range(allowed + 1))
-    estimate = Estimate(found / len(members), float(low), float(high))
+    fixed = wilson(found / len(members), len(members), confidence)
+    estimate = Estimate(fixed.value, min(fixed.low, float(low)), max(fixed.high, float(high)))
     return {**estimate._asdict(), "expected": (allowed + 1) / (number + 1), "p": ways / comb(total, number)}
 
 
