@@ -1,5 +1,6 @@
 # make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
+# make test-all   also the slow tests, and those of the extra datasets, which it installs
 # make test-gpu   the tests that need a CUDA GPU; the suite itself does without, also where there is one
 # make chaos MINUTES=10 SEED=7   random kills, damaged files and wrong values (tests/faults/campaign.py); ONLY=files:17
 # make audit   known vulnerabilities of the pinned packages, and build/sbom.json, a software bill of materials
@@ -11,6 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n 2
 PATIENCE = --timeout 60 --retries 10
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PATIENCE) -c constraints.txt
 STAMP := $(VENV)/.installed
 AUDIT := $(VENV)/audit
 MINUTES ?= 10
@@ -25,6 +27,7 @@ test: lint
 	$(PYTEST) -m "not slow"
 
 test-all: lint
+	$(INSTALL) -e ".[dev,datasets]"
 	$(PYTEST)
 
 test-gpu: $(STAMP)
@@ -49,7 +52,7 @@ lint: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PATIENCE) -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	touch $@
 
 clean:

@@ -4,7 +4,9 @@ As a library, from label counts to a filled dataset, without the app:
 
     counts → `budget` → `allocate` → `fill` (with any `Generator`)
 
-Importing this package imports nothing else, and its functions import only NumPy: neither torch nor flwr nor ray. The
+In another Flower app: `Augmenter` in its ClientApp, `with_fedeas` in its ServerApp (docs/in-your-flower-app.md).
+
+Importing this package imports nothing else. These two import torch and flwr; all other functions import only NumPy. The
 command `fedeas` is in `__main__.py`, which must run before anything else is imported.
 """
 
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedeas_flwr.allocation import budget, fedeas, imbalance, normalised_entropy, removed
+    from fedeas_flwr.federation.augmenter import Augmenter
+    from fedeas_flwr.federation.with_fedeas import with_fedeas
     from fedeas_flwr.generators.cache import ImageCache
     from fedeas_flwr.generators.fill import fill
     from fedeas_flwr.generators.interface import Generator, SampleId
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "Augmenter",
     "Generator",
     "ImageCache",
     "Partition",
@@ -36,6 +41,7 @@ __all__ = [
     "normalised_entropy",
     "open_generator",
     "removed",
+    "with_fedeas",
 ]
 
 _MODULES = (
@@ -46,6 +52,8 @@ _MODULES = (
     "generators.cache",
     "generators.fill",
     "generators.opening",
+    "federation.with_fedeas",
+    "federation.augmenter",
 )
 
 

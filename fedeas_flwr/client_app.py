@@ -30,11 +30,11 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
 from fedeas_flwr.generators.client_images import local_images
-from fedeas_flwr.policies import ClientView, MatchedPolicy, checked_plan, images_to_generate
+from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import client_part, find_algorithm
-from fedeas_flwr.training.build import EnginePool, build_network, local_training_config, loss_and_view_inputs
+from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.models import Normaliser
 
@@ -74,9 +74,7 @@ def query(message: Message, context: Context) -> Message:
     policy = config.find_policy()
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
-        (values,) = policy.reply(view, question, at).tolist()
-        numbers = dict(zip(policy.questions[question], values, strict=True))
-        return messages.build_query_reply(message, client, **numbers)
+        return messages.build_query_reply(message, client, **answer_question(policy, view, question, at))
     disclosure = find_algorithm(config.strategy).disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
@@ -133,7 +131,7 @@ def train_client(message: Message, context: Context) -> Message:
         labels=local.labels,
         steps=local_training_config(config).steps(len(local.labels)),
     )
-    common = loss_and_view_inputs(config, data.num_classes, local.labels, task.round, node.client)
+    common = common_inputs(config, data.num_classes, local.labels, task.round, node.client)
     inputs = algorithm.prepare(client_round) | common
     batches = stream(config.seed, "batches", task.round, node.client)
     with _engines.borrow(config, device, algorithm.objective) as engine:

@@ -19,9 +19,10 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import is_import_path
+from fedeas_flwr.common.rate_schedule import CONSTANT, rate_factor
 from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.own_policies import find_policy
-from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
+from fedeas_flwr.partition import CLASS_COUNTS, DIRICHLET, PARTITIONERS
 from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
 
 
@@ -81,6 +82,8 @@ STRATEGIES = {
     ),
 }
 """Values of `strategy` besides import paths. To add one, write its file in strategies/ and its line here."""
+_MIN_RATE = 1e-30
+"""Smallest learning rate; float32 has smaller numbers, down to 1e-38."""
 SMALL_BATCH = 8
 """A batch with fewer images counts as small. With half as many images, the gradient is eight times as long as with 64
 (results/short-batches)."""
@@ -135,8 +138,8 @@ class RunConfig(BaseModel):
     )
 
     dataset: str = "digits"
-    """images that the clients hold: digits, cifar10, cifar100, own:PATH for a custom folder or .npz file, or hf:PATH
-    for a Hugging Face dataset"""
+    """images that the clients hold: digits, cifar10, cifar100, fashion-mnist, own:PATH for a custom folder or .npz
+    file, or hf:PATH for a Hugging Face dataset"""
     data_dir: str = ""
     """folder with NAME.npz or torchvision's files; empty: the user cache"""
     protocol: Literal["clean", "paper"] = "clean"
@@ -236,7 +239,10 @@ class RunConfig(BaseModel):
     views: Literal["none", "flip-crop"] = "none"
     """data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip it at random"""
     learning_rate: float = Field(0.05, gt=0, le=100)
-    """SGD step size"""
+    """SGD step size; of the first round, if there is a schedule"""
+    learning_rate_schedule: str = CONSTANT
+    """learning rate over the rounds: constant; cosine (to 0 after the last round); exponential 0.99 (× 0.99 per round);
+    step 0.1 100 150 (× 0.1 after round 100, and again after round 150)"""
     momentum: float = Field(0.0, ge=0, lt=1)
     """SGD momentum, reset every round"""
     weight_decay: float = Field(0.0, ge=0, le=10)
@@ -339,9 +345,9 @@ class RunConfig(BaseModel):
     @classmethod
     def _known_dataset(cls, value: str) -> str:
         custom = value.startswith(("own:", HF)) and value not in ("own:", HF)
-        if value not in ("digits", "cifar10", "cifar100") and not custom:
+        if value not in CLASS_COUNTS and not custom:
             raise ValueError(
-                "must be digits, cifar10, cifar100, own:PATH with a custom folder or .npz file, or hf:PATH with a "
+                f"must be {', '.join(CLASS_COUNTS)}, own:PATH with a custom folder or .npz file, or hf:PATH with a "
                 "Hugging Face dataset"
             )
         return value
@@ -364,6 +370,12 @@ class RunConfig(BaseModel):
     def _known_strategy(cls, value: str) -> str:
         if value not in STRATEGIES and not is_import_path(value):
             raise ValueError(f"must be {', '.join(STRATEGIES)}, or the import path package.module:name of your own")
+        return value
+
+    @field_validator("learning_rate_schedule")
+    @classmethod
+    def _known_schedule(cls, value: str) -> str:
+        rate_factor(value, 1, 1)
         return value
 
     @field_validator("cache_limit")
@@ -401,6 +413,11 @@ class RunConfig(BaseModel):
         if self.total and "total" not in settings_of(self.policy, total_given=True):
             matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
+        if self.learning_rate_in(self.rounds) < _MIN_RATE:
+            raise ValueError(
+                f"learning-rate-schedule = '{self.learning_rate_schedule}': the learning rate must stay at or above "
+                f"{_MIN_RATE:g}, but would be {self.learning_rate_in(self.rounds):g} in round {self.rounds}"
+            )
         if self.min_batch > self.batch_size:
             raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
         if self.shared_images == "one-seed" and self.generator_spec.kind == "bank":
@@ -432,6 +449,10 @@ class RunConfig(BaseModel):
     def policy_settings(self) -> PolicySettings:
         """Return the settings that the policy depends on."""
         return PolicySettings(self.beta, self.gamma, not self.printed_rule, self.total or None)
+
+    def learning_rate_in(self, round_number: int) -> float:
+        """Return the learning rate of a round; the first is 1."""
+        return self.learning_rate * rate_factor(self.learning_rate_schedule, round_number, self.rounds)
 
     def num_sampled(self, clients: int) -> int:
         """Return the number of clients, out of `clients`, that train in a round."""

@@ -48,6 +48,7 @@ CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "cifar10": {"train": (5000,) * 10, "test": (1000,) * 10},
     "cifar100": {"train": (500,) * 100, "test": (100,) * 100},
+    "fashion-mnist": {"train": (6000,) * 10, "test": (1000,) * 10},
 }
 
 # Fraction of its samples that a client keeps for testing.

@@ -433,6 +433,12 @@ def checked_plan(policy: Policy, view: ClientView) -> IntArray:
     return np.where(view.counts.any(axis=1, keepdims=True), checked, 0)
 
 
+def answer_question(policy: MatchedPolicy, view: ClientView, question: str, argument: float) -> dict[str, int]:
+    """Return a client's integers by name, in reply to one of the policy's questions; the view has the client's row."""
+    (values,) = policy.reply(view, question, argument).tolist()
+    return dict(zip(policy.questions[question], values, strict=True))
+
+
 def split_over_rows(policy: Policy, view: ClientView) -> list[Share]:
     """Split a matched total over all rows, as the server splits it over clients."""
     if not isinstance(policy, MatchedPolicy):

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.data.sources import check_npz
@@ -262,3 +263,24 @@ def test_loss_of_a_whole_run_by_hand(benchmark: Any) -> None:
     base = kernels.Variant("every kernel", starts=[30.0, 10.0], seconds=[[2.0, 0.5, 0.5], [1.0, 0.5, 0.5]])
     slow = kernels.Variant("sgd", ["sgd"], starts=[10.0], seconds=[[0.5, 0.75, 0.75]])
     assert kernels.losses(slow, base, first=3) == pytest.approx([159.25 / 109.5 - 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "mean", "std"),
+    [
+        ("niid_bench", 62_006, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+        ("moon", 92_626, (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)),
+    ],
+)
+def test_baseline_network_gets_the_baselines_pixels(
+    monkeypatch: pytest.MonkeyPatch, name: str, parameters: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    config = read_config(ROOT / "results" / "flower-baselines" / f"{name}.toml", [])
+    model, info = build_network(config), dataset_info("cifar10")
+    assert (
+        sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in model.state_dict().values()) == parameters
+    )
+    pixels = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    converted = model.convert(Normaliser(info.mean, info.std, "cpu")(pixels))
+    torch.testing.assert_close(converted, Normaliser(mean, std, "cpu")(pixels))

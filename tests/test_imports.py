@@ -58,7 +58,7 @@ INNER_LAYERS = {
 FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
 TORCH = {
     *("common/devices", "common/cuda", "callbacks/tensorboard", "training", "generators", "strategies"),
-    *("federation/dissimilarity", "client_app", "server_app", "launch/resources", "doctor"),
+    *("federation/dissimilarity", "federation/augmenter", "client_app", "server_app", "launch/resources", "doctor"),
 }
 RAY = {"generators/ray_service"}
 """Packages and files that may import a heavy library."""

@@ -24,6 +24,7 @@ from fedeas_flwr.commands.help import CLICK_SUGGESTS, WORKFLOW_HELP, OrderedGrou
 from fedeas_flwr.commands.images import cache_app, generate
 from fedeas_flwr.commands.listings import keys, strategies
 from fedeas_flwr.commands.plan import plan
+from fedeas_flwr.commands.publish import publish
 from fedeas_flwr.commands.quickstart import quickstart_command
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
@@ -64,6 +65,7 @@ app.command(short_help="Run one federated training")(run)
 app.command(short_help="Resume an interrupted run")(resume)
 app.command(short_help="Evaluate a run's saved model")(evaluate)
 app.command(short_help="Copy a run's record without weights and paths")(export)
+app.command(short_help="Write a folder for `flwr app publish`")(publish)
 WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors that mean that the user gave a wrong path; a full disk raises other ones."""
 

@@ -173,7 +173,9 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 def generate(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=check_folder)],
-    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH")] = "digits",
+    dataset: Annotated[
+        str, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
+    ] = "digits",
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="seed of the noise")] = 0,

@@ -40,7 +40,9 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config to plan; default: conf/quickstart.toml"),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
+    ] = None,
     protocol: Annotated[str | None, typer.Option(help="paper or clean")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients K")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration")] = None,

@@ -15,7 +15,8 @@ from fedeas_flwr.data.datasets import dataset_info
 
 def train_generator(
     dataset: Annotated[
-        str, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH; uses only the train split")
+        str,
+        typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH; uses only the train split"),
     ],
     out: Annotated[
         Path, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
@@ -30,7 +31,7 @@ def train_generator(
             help="digits, cifar-small or paper; default: chosen by dataset and device; with --resume, as before"
         ),
     ] = "",
-    data_dir: Annotated[str, typer.Option(help="folder with CIFAR; default: the user cache")] = "",
+    data_dir: Annotated[str, typer.Option(help="folder with CIFAR or Fashion-MNIST; default: the user cache")] = "",
     seed: Annotated[int, typer.Option(help="seed of the initial weights and all random numbers", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile on a GPU")] = True,

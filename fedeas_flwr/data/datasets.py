@@ -46,7 +46,7 @@ class Dataset:
     Attributes
     ----------
     name
-        ``digits``, ``cifar10``, ``cifar100``, ``own:PATH`` or ``hf:PATH``.
+        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
     classes
         Name of each label.
     mean, std
@@ -73,7 +73,7 @@ def dataset_info(name: str) -> DatasetInfo:
     Parameters
     ----------
     name
-        ``digits``, ``cifar10``, ``cifar100``, ``own:PATH`` or ``hf:PATH``.
+        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def dataset_info(name: str) -> DatasetInfo:
 
 def short_name(name: str) -> str:
     """Return a dataset's name without its folder, for titles and labels."""
-    return HfSpec.parse(name.removeprefix(OWN)).path.stem if is_own(name) else name
+    return Path(HfSpec.parse(name.removeprefix(OWN)).where).stem if is_own(name) else name
 
 
 def open_dataset(name: str, data_dir: str = "") -> Dataset:
@@ -95,12 +95,12 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     Parameters
     ----------
     name
-        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` or ``hf:PATH`` (see
-        `own_dataset.read_dataset`).
+        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, ``fashion-mnist``, or ``own:PATH`` or
+        ``hf:PATH`` (see `own_dataset.read_dataset`).
     data_dir
-        Folder of CIFAR: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder that
-        torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless ``FEDEAS_OFFLINE`` is
-        set. Empty: ``datasets`` in the user's cache.
+        Folder of CIFAR or Fashion-MNIST: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or
+        the folder that torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless
+        ``FEDEAS_OFFLINE`` is set. Empty: ``datasets`` in the user's cache.
 
     Returns
     -------

@@ -32,7 +32,7 @@ from fedeas_flwr.data.own_images import (
     renumber_labels,
 )
 
-_LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
+LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
 
 
 def is_hf(where: str | Path) -> bool:
@@ -105,6 +105,8 @@ def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
                 found = datasets.load_from_disk(str(path))
             else:
                 found = datasets.load_dataset(str(path.absolute()), cache_dir=temporary)
+        except IndexError:  # datasets 4.8 reads no table without rows
+            raise ValueError(f"{path} has no images, or has a split without any") from None
         except Exception as error:  # Arrow's errors, those of datasets and of the Hub have no common type
             raise ValueError(f"{path} cannot be read by the package datasets ({one_line(error)})") from None
         yield found if isinstance(found, datasets.DatasetDict) else {"all": found}
@@ -193,7 +195,7 @@ def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], tup
 
     features = rows.features
     found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    found = found or [name for name in features if name in _LABEL_NAMES and name != image]
+    found = found or [name for name in features if name in LABEL_NAMES and name != image]
     column = _column(spec, "label", features, found)
     values = list(rows.select_columns(column).with_format(None)[column])
     if None in values:

@@ -80,9 +80,23 @@ BUILT_IN = {
             10_000,
             True,
         ),
+        DatasetInfo(
+            "fashion-mnist",
+            ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"),
+            (28, 28, 1),
+            (0.2860,),
+            (0.3530,),
+            60_000,
+            10_000,
+            False,  # all shoes point in one direction
+        ),
     )
 }
-_TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+_TORCHVISION_FOLDERS = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "fashion-mnist": "FashionMNIST",
+}
 
 
 def built_in(name: str) -> DatasetInfo:
@@ -132,15 +146,21 @@ def find_source(name: str, data_dir: str = "") -> Source:
     npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
     if npz.is_file():
         # Hashing 180 MB at every start would take longer than reading them, so the modification time identifies it.
-        stat = npz.stat()
-        origin = f"{npz.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
-        return Source(origin, lambda: _read_npz(info, npz), npz)
-    # torchvision checks MD5 sums, so its files have the same content in every folder.
+        return Source(_stamped(npz), lambda: _read_npz(info, npz), npz)
+    # torchvision checks CIFAR's MD5 sums, so these files have the same content in every folder. Those of Fashion-MNIST
+    # it checks only after a download.
     if unpacked.is_dir():
-        return Source("torchvision", lambda: _read_torchvision(info, folder, download=False), unpacked)
+        images = unpacked / "raw" / "train-images-idx3-ubyte"
+        origin = _stamped(images) if images.is_file() else "torchvision"
+        return Source(origin, lambda: _read_torchvision(info, folder, download=False), unpacked)
     if not os.environ.get("FEDEAS_OFFLINE"):
         return Source("torchvision", lambda: _read_torchvision(info, folder, download=True), unpacked, downloads=True)
     raise FileNotFoundError(_three_ways(info, folder, "FEDEAS_OFFLINE is set"))
+
+
+def _stamped(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
 
 
 def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:
@@ -211,16 +231,23 @@ def _errors_naming(info: DatasetInfo, path: Path) -> Iterator[None]:
 def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arrays:
     from torchvision import datasets  # slow to import
 
-    dataset = datasets.CIFAR10 if info.name == "cifar10" else datasets.CIFAR100
+    classes = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion-mnist": datasets.FashionMNIST}
+    dataset = classes[info.name]
     try:
         train = dataset(str(data_dir), train=True, download=download)
         test = dataset(str(data_dir), train=False, download=False)
-    except (OSError, RuntimeError) as error:
+    except (AssertionError, LookupError, OSError, RuntimeError, ValueError) as error:
         why = "the download failed" if download else "torchvision's folder is incomplete or damaged"
         raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {one_line(error)}")) from error
     return {
-        "x_train": train.data,
+        "x_train": _with_channels(train.data),
         "y_train": np.asarray(train.targets, dtype=np.int64),
-        "x_test": test.data,
+        "x_test": _with_channels(test.data),
         "y_test": np.asarray(test.targets, dtype=np.int64),
     }
+
+
+def _with_channels(images: Any) -> NDArray[Any]:
+    """Return images as ``[N, H, W, C]``: torchvision's are ``[N, H, W]`` if they have one channel."""
+    array = np.asarray(images)
+    return array[..., None] if array.ndim == 3 else array

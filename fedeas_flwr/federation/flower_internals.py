@@ -6,6 +6,8 @@ A Flower release may move any of them without notice; tests/federation/test_flow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
@@ -20,11 +22,13 @@ __all__ = [
     "APP_RAISED",
     "Run",
     "SimulationGrid",
+    "check_app",
     "get_flwr_home",
     "identify_process",
     "local_ports",
     "parse_config_args",
     "parse_node_list",
+    "published_files",
     "set_message_id",
 ]
 
@@ -64,3 +68,31 @@ def local_ports() -> tuple[str, str]:
     from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
 
     return LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT
+
+
+def published_files(names: Iterable[str]) -> list[str]:
+    """Return those of an app's files whose format `flwr app publish` uploads."""
+    from flwr.cli.utils import filter_paths_for_publish
+
+    return list(filter_paths_for_publish(dict.fromkeys(names, b"")))
+
+
+def check_app(folder: Path, name: str) -> None:
+    """Check an app's folder, which will have a name, as `flwr app publish` and the Hub do; print its size.
+
+    Raises
+    ------
+    ValueError
+        With Flower's message, if Flower would reject the app.
+    """
+    import click
+    from flwr.cli.app_cmd.publish import _collect_file_paths, _validate_files
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.cli.utils import validate_project_name
+
+    try:
+        validate_project_name(name, "The folder's name")
+        build_fab_from_disk(folder)
+        _validate_files(_collect_file_paths(folder))
+    except click.ClickException as error:
+        raise ValueError(error.format_message()) from None

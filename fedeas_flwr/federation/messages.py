@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, PolicySettings, Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,
@@ -45,6 +45,8 @@ from fedeas_flwr.strategies.records import (
 
 log = logging.getLogger("flwr").log
 
+AUGMENT_QUERY = f"{MessageType.QUERY}.fedeas"
+"""Message type of a matched policy's questions to another app: its ClientApp answers in ``@app.query("fedeas")``."""
 CLIENT_FAILED = 1
 """Error code of a reply whose reason the client wrote itself."""
 
@@ -85,10 +87,10 @@ def _on_wire(*keys: _Key, build: Callable[..., Any] = lambda value: value) -> di
     return {"keys": keys, "build": build}
 
 
-_Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport")
+_Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport | AugmentTask")
 
 
-def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport) -> None:
+def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport | AugmentTask) -> None:
     for item in fields(values):
         value = getattr(values, item.name)
         parts = astuple(value) if is_dataclass(value) else (value,)  # type: ignore[arg-type]
@@ -159,6 +161,27 @@ class EvaluateReport:
     loss: float = field(metadata=_on_wire(_number(LOSS), build=float))
 
 
+@dataclass(frozen=True)
+class AugmentTask:
+    """What `with_fedeas` adds to another app's messages: how an `Augmenter` plans its client's images."""
+
+    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
+    beta: float = field(metadata=_on_wire(_number("fedeas-beta"), build=float))
+    gamma: float = field(metadata=_on_wire(_number("fedeas-gamma"), build=float))
+    strict_mean: bool = field(metadata=_on_wire(_Key("fedeas-strict-mean", lambda v: type(v) is bool, "true or false")))
+    share: Share = field(
+        default=EMPTY_SHARE,
+        metadata=_on_wire(
+            _whole("fedeas-share-base"), _whole("fedeas-share-extra"), _number("fedeas-share-level"), build=Share
+        ),
+    )
+
+    @property
+    def settings(self) -> PolicySettings:
+        """Settings of the plan."""
+        return PolicySettings(self.beta, self.gamma, self.strict_mean)
+
+
 def classes_digest(classes: Sequence[str]) -> int:
     """Return a 48-bit hash of the class names in order; the server compares it with its own."""
     return int(hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:12], 16)
@@ -172,10 +195,10 @@ def is_in_process(message: Message) -> bool:
 # ------------------------------------------------------------------------------------------------ query
 
 
-def build_query(node: int, question: str, at: float = 0.0) -> Message:
+def build_query(node: int, question: str, at: float = 0.0, message_type: str = MessageType.QUERY) -> Message:
     """Build a query to a node: its ``identity``, a matched policy's question at a β or a level, or a disclosure."""
     config = ConfigRecord({"question": question, "at": at})
-    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
+    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=message_type)
 
 
 def read_question(message: Message) -> tuple[str, float]:
@@ -305,6 +328,29 @@ def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
     if report.correct > report.examples:
         raise MessageError(f"correct = {report.correct}, expected at most {WEIGHT} = {report.examples}")
     return report
+
+
+# ------------------------------------------------------------------------------------ messages of other apps
+
+
+def add_augment_task(message: Message, task: AugmentTask) -> None:
+    """Add a task to the config record of a message that another app's strategy built.
+
+    It has no record of its own, since Flower's client-side differential privacy allows one config record only.
+    """
+    records = message.content.config_records
+    name = next(iter(records), CONFIG)
+    config = ConfigRecord(dict(records[name].items()) if records else {})  # a copy: nodes may share the strategy's
+    _write(config, task)
+    message.content = RecordDict({**message.content, name: config})
+
+
+def read_augment_task(message: Message) -> AugmentTask:
+    """Return the task; raise `MessageError` if there is none, or for a value that is not allowed."""
+    for record in message.content.config_records.values():
+        if "fedeas-beta" in record:
+            return _read(AugmentTask, record)
+    raise MessageError("no β in the message: the ServerApp needs strategy = with_fedeas(strategy, beta=...)")
 
 
 # ----------------------------------------------------------------------------------------------- errors

@@ -13,7 +13,7 @@ import torch
 from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import Images, Labels
+from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.data.federated import FederatedData
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.generators.cache import ImageCache
@@ -126,7 +126,10 @@ def _source(config: RunConfig, device: str, service: str, known: str) -> Generat
     def open_source() -> Generator:
         return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
 
-    return LazyGenerator(known, config.dataset, open_source) if known else open_source()
+    if not known:
+        return open_source()
+    info = dataset_info(config.dataset)
+    return LazyGenerator(known, len(info.classes), info.image_shape, open_source)
 
 
 def _synthetic(

@@ -50,7 +50,7 @@ def fill(
     if real.dtype != np.uint8 or real.shape[1:] != tuple(generator.image_shape) or real.ndim != 4:
         wanted = f"uint8 [N, {', '.join(map(str, generator.image_shape))}]"
         raise ValueError(f"images: {real.dtype} {list(real.shape)} does not fit the generator; give {wanted}")
-    real_labels = _checked_labels(labels, len(real), generator.num_classes)
+    real_labels = checked_labels(labels, len(real), generator.num_classes)
     counts = check_wanted(generate_per_class, generator, "generate_per_class")
     if cache is not None:
         made, made_labels, _ = cache.ensure(generator, seed=seed, client=client, wanted=counts)
@@ -61,7 +61,8 @@ def fill(
     return np.concatenate([real, made]), np.concatenate([real_labels, made_labels])
 
 
-def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> Labels:
+def checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> Labels:
+    """Return labels as int64; raise ValueError unless they are ``number`` integers from 0 to ``classes - 1``."""
     given = np.asarray(labels)
     if given.shape != (number,):
         raise ValueError(f"labels: shape {list(given.shape)} does not fit; give one for each of {number}")

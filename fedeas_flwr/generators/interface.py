@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fedeas_flwr.data.datasets import Images, dataset_info
+from fedeas_flwr.data.datasets import Images
 
 if TYPE_CHECKING:  # the library works without pydantic
     from fedeas_flwr.config import RunConfig
@@ -103,10 +103,15 @@ class LazyGenerator:
     ValueError is raised if the opened generator has another fingerprint, since a client's images have one source.
     """
 
-    def __init__(self, fingerprint: str, dataset_name: str, open_generator: Callable[[], Generator]) -> None:
-        info = dataset_info(dataset_name)
-        self.fingerprint, self._open = fingerprint, open_generator
-        self.image_shape, self.num_classes = info.image_shape, len(info.classes)
+    def __init__(
+        self,
+        fingerprint: str,
+        num_classes: int,
+        image_shape: tuple[int, int, int],
+        open_generator: Callable[[], Generator],
+    ) -> None:
+        self.fingerprint, self.num_classes, self.image_shape = fingerprint, num_classes, image_shape
+        self._open = open_generator
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
         """Open the generator and generate images; see `Generator.sample`."""

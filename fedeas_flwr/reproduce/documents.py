@@ -1,11 +1,11 @@
 """Tables and numbers inside another document, written from records.
 
 Tables go between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``. WORDS are tables, columns and cells,
-``sweep FOLDER KEY=VALUE`` for a recorded sweep, or ``records FOLDER`` for records of a changed strategy. A number has a
-comment, which Markdown does not show, directly after it: ``72.4<!--= last-20 c10-k100-a0.1/fedeas -->``. The comment
-names a statistic of a cell, or of a record named by its folder below --runs, and perhaps what is subtracted. A
-difference must be positive, so that no sentence says "above" of what is below. The column of the second cell may be
-left out.
+``sweep FOLDER KEY=VALUE`` for a recorded sweep, ``records FOLDER`` for records of a changed strategy, or ``policies
+FOLDER`` for records of several policies and seeds. A number has a comment, which Markdown does not show, directly after
+it: ``72.4<!--= last-20 c10-k100-a0.1/fedeas -->``. The comment names a statistic of a cell, or of a record named by its
+folder below --runs, and perhaps what is subtracted. A difference must be positive, so that no sentence says "above" of
+what is below. The column of the second cell may be left out.
 
     last-20 c10-k100-a0.1/fedeas                   mean accuracy of the last 20 rounds over the seeds, %
     rounds-21-200 c10-k100-a0.1/fedeas             mean accuracy of these rounds over the seeds, %
@@ -35,7 +35,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import all_cells, matching
-from fedeas_flwr.reproduce.extra_tables import records_table, sweep_table
+from fedeas_flwr.reproduce.extra_tables import policies_table, records_table, sweep_table
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.paper_comparison import last_20_of, peak_of
@@ -105,8 +105,10 @@ def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[st
             return table_markdown(_sweep(block.words[1:], folders)) + "\n", []
         if block.words[:1] == ["records"]:
             results = find_results(all_cells(), scale, folders, more)
-            table = records_table(results, _records_folder(block.words[1:], folders))
+            table = records_table(results, _records_folder(block.words, folders))
             return table_markdown(table) + "\n", results.unreadable
+        if block.words[:1] == ["policies"]:
+            return table_markdown(policies_table(_records_folder(block.words, folders))) + "\n", []
         choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
@@ -131,9 +133,9 @@ def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
 
 
 def _records_folder(words: Sequence[str], folders: Sequence[Path]) -> Path:
-    found = [folder / name for name in words for folder in folders if (folder / name).is_dir()]
-    if len(words) != 1 or not found:
-        raise ConfigError(f"'records {' '.join(words)}': must be records FOLDER, with FOLDER inside a folder of --runs")
+    found = [folder / name for name in words[1:] for folder in folders if (folder / name).is_dir()]
+    if len(words) != 2 or not found:
+        raise ConfigError(f"'{' '.join(words)}': must be {words[0]} FOLDER, with FOLDER inside a folder of --runs")
     return found[0]
 
 

@@ -30,7 +30,7 @@ from fedeas_flwr.reproduce.paper_comparison import (
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.results import Results, Value, measure
+from fedeas_flwr.reproduce.results import Measured, Results, Value, measure
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.runs.listing import find_runs
 from fedeas_flwr.runs.metrics import accuracy_drops
@@ -197,6 +197,34 @@ def records_table(results: Results, folder: Path) -> Table:
         changed = Value(run.path.name, rounds, (100 * measure(run, config).last_20,), (config.seed,), published)
         shown = [show_ours(changed), show_ours(unchanged), show_seeds(unchanged), *compared(changed)[2:]]
         table.add([f"`{run.path.name}`", place.title(results.scale), rounds, *shown], changed, unchanged)
+    return table
+
+
+def policies_table(folder: Path) -> Table:
+    """Return the policies of a folder's records over their seeds, each compared with policy none on equal seeds.
+
+    Raise `ConfigError` if two records have the same policy and seed.
+    """
+    found: dict[str, dict[int, Measured]] = {}
+    for run in find_runs([folder]):
+        config = run.config()
+        seeds = found.setdefault(config.policy, {})
+        if config.seed in seeds:
+            raise ConfigError(f"{folder} has two records with policy = '{config.policy}' and seed = {config.seed}")
+        seeds[config.seed] = measure(run, config)
+    base = found.get("none", {})
+    table = Table(["Policy", "Seeds", "Images, mean", "Last-20 %", "Peak %", "To none", "Seeds above it"])
+    for policy in sorted(found, key=lambda name: (name != "none", name)):
+        runs = dict(sorted(found[policy].items()))
+        last = Value(policy, "last-20 %", tuple(100 * run.last_20 for run in runs.values()), tuple(runs), None)
+        peak = Value(policy, "peak %", tuple(100 * run.peak for run in runs.values()), tuple(runs), None)
+        shown = [show_seeds(last), f"{statistics.fmean(run.images for run in runs.values()):,.0f}"]
+        shown += [show_ours(last), show_ours(peak), NONE, NONE]
+        apart = [100 * (run.last_20 - base[seed].last_20) for seed, run in runs.items() if seed in base]
+        if policy != "none" and apart:
+            error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+            shown[-2:] = f"{signed(statistics.fmean(apart), 2)}{error}", f"{sum(a > 0 for a in apart)} of {len(apart)}"
+        table.add([policy, *shown], last, peak)
     return table
 
 

@@ -65,9 +65,17 @@ def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
         budgets = [budget_of(results, f"{place}/{method}") for place in columns]
         shown = [show_budget(b, paper.images(method, place)) for b, place in zip(budgets, columns, strict=True)]
         table.add([f"{METHODS[method].label} total gen.", *shown], *budgets)
+    table.add(["Minutes per run", *(minutes(results, large_cells([place])) for place in columns)])
     checked = [budget_of(results, f"{place}/{method}") for place in columns for method in ("uniform", "missing-only")]
     table.budgets.extend(budget for budget in checked if budget)
     return table
+
+
+def minutes(results: Results, names: Iterable[str]) -> str:
+    """Return the range of the minutes that the runs of some cells took, without start-up."""
+    spent = [run.seconds / 60 for name in names for run in results.of(name)]
+    ends = dict.fromkeys(f"{end:.1f}" for end in (min(spent), max(spent))) if spent else [NONE]
+    return " to ".join(ends)
 
 
 def large_cells(columns: Sequence[str]) -> list[str]:
@@ -87,15 +95,16 @@ def _marks(values: dict[str, Value], columns: Sequence[str]) -> dict[str, str]:
 
 
 def column_table(results: Results, place: str) -> Table:
-    """Return one column with a row per method: last-20 and peak accuracy, the seeds, the images."""
+    """Return one column with a row per method: last-20 and peak accuracy, the seeds, the images, the minutes."""
     ours = ["Ours, last-20 %", "Seeds", "Paper", "Difference", "Ours, peak %", "Paper", "Difference"]
-    table = Table(["Method", *ours, "Images"])
+    table = Table(["Method", *ours, "Images", "Minutes"])
     for name in large_cells([place]):
         last, best, budget = last_20_of(results, name), peak_of(results, name), budget_of(results, name)
         peak, _, *peaks = compared(best)
         method = name.partition("/")[2]
         images = show_budget(budget) if budget else f"{NONE} (paper {paper.images(method, place):,})"
-        table.add([METHODS[method].label, *compared(last), peak, *peaks, images], last, best, budget)
+        row = [METHODS[method].label, *compared(last), peak, *peaks, images, minutes(results, [name])]
+        table.add(row, last, best, budget)
     return table
 
 
@@ -104,7 +113,7 @@ def column_table(results: Results, place: str) -> Table:
 
 def beta_table(results: Results) -> Table:
     """Return the sweep of β with the efficiency η, as in the supplement's F."""
-    table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"])
+    table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η", "Minutes"])
     base = last_20_of(results, f"{BETA_SWEEP_COLUMN}/fedavg")
     for method, (_, _, published_gain, published_eta) in paper.BETA_SWEEP.items():
         name = f"{BETA_SWEEP_COLUMN}/{method}"
@@ -114,7 +123,7 @@ def beta_table(results: Results) -> Table:
         gains = derived(last, "ΔFedAvg", gain, published_gain)
         etas = derived(last, "η", None if gain is None else efficiency(gain, images), published_eta, 3)
         total = show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN))
-        shown = [format_cell(last), total, format_cell(gains), format_cell(etas)]
+        shown = [format_cell(last), total, format_cell(gains), format_cell(etas), minutes(results, [name])]
         table.add([_with_beta(results, name), *shown], last, gains, etas, budget)
     return table
 
@@ -134,13 +143,13 @@ def beta_of(one: Cell, scale: str) -> float:
 def ablation_table(results: Results) -> Table:
     """Return FedEAS without the entropy factor and without the square root, as in the paper's Table 2."""
     factors = {"fedeas-b8": ("yes", "√n̄"), "without-entropy": ("no", "√n̄"), "linear": ("yes", "n̄")}
-    table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"])
+    table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy", "Minutes"])
     for method, about in factors.items():
         name = f"{BETA_SWEEP_COLUMN}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
         label = f"{METHODS[method].label} (β = {beta_of(cell(name), results.scale):g})"
         shown = [show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN)), format_cell(last)]
-        table.add([label, *about, *shown], last, budget)
+        table.add([label, *about, *shown, minutes(results, [name])], last, budget)
     return table
 
 

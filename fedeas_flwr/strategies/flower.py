@@ -22,6 +22,7 @@ from flwr.supercore import differential_privacy
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import Noise, stream
+from fedeas_flwr.common.rate_schedule import CONSTANT
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
@@ -80,6 +81,9 @@ class FlowerStrategyAdapter(flower.Strategy):
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # equal weights: see privacy.py
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
+        for owner in self._owners():
+            if isinstance(owner, flower.QFedAvg) and self.config.learning_rate_schedule != CONSTANT:
+                owner.client_learning_rate = self.config.learning_rate_in(server_round)
         with seeded_flower_rng(self._rng_for_round(server_round, replies)):
             return self.inner.aggregate_train(server_round, replies)
 

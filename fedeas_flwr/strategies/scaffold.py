@@ -127,7 +127,7 @@ class ScaffoldClient(ClientAlgorithm):
                 memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()}
             )
         start, end = task.tensors(task.trainable), task.tensors(trainable)
-        reach = task.steps * task.config.learning_rate
+        reach = task.steps * task.config.learning_rate_in(task.number)
         change = {name: (start[name] - end[name]) / reach - control[name] for name in control}
         return ClientAlgorithmResult(memory={name: own[name] + change[name] for name in change}, extra=change)
 

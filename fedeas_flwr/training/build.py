@@ -12,10 +12,11 @@ import torch
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.rate_schedule import CONSTANT
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import VIEWS, draw_views
-from fedeas_flwr.training.engine import Engine, LocalTrainingConfig
+from fedeas_flwr.training.engine import LEARNING_RATE, Engine, LocalTrainingConfig
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.models import ImageShape, Normaliser, build_model
 from fedeas_flwr.training.objective import Inputs, Objective
@@ -62,14 +63,16 @@ def local_training_config(config: RunConfig) -> LocalTrainingConfig:
     )
 
 
-def loss_and_view_inputs(
-    config: RunConfig, classes: int, labels: torch.Tensor, round_number: int, client: int
-) -> Inputs:
-    """Return the inputs that a client's steps need under any algorithm: the loss's constants and the random views.
+def common_inputs(config: RunConfig, classes: int, labels: torch.Tensor, round_number: int, client: int) -> Inputs:
+    """Return the inputs that a client's steps need under any algorithm: the loss's constants, the learning rate of the
+    round if there is a schedule, and the random views.
 
     Views come from a separate stream, so that they do not change the batches.
     """
     constants = loss_constants(config.loss, labels, classes, config.logit_adjustment_tau)
+    if config.learning_rate_schedule != CONSTANT:
+        rate = torch.tensor(config.learning_rate_in(round_number), device=labels.device)
+        constants = {**constants, LEARNING_RATE: rate}
     if config.views == "none":
         return Inputs(constants)
     rng, steps = stream(config.seed, "views", round_number, client), local_training_config(config).steps(len(labels))

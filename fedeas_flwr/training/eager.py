@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
 from fedeas_flwr.training.augmentation import VIEWS, augment
-from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, copy_state, read_state, stream_seed
+from fedeas_flwr.training.engine import (
+    LEARNING_RATE,
+    LocalTrainingConfig,
+    State,
+    TrainResult,
+    copy_state,
+    read_state,
+    stream_seed,
+)
 from fedeas_flwr.training.models import Normaliser, drawing, uses_rng
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, Tensors, named
 from fedeas_flwr.training.oom_fallback import Differentiate, full_batch_gradient
@@ -96,7 +105,8 @@ class EagerEngine:
     ) -> TrainResult:
         model, recipe, device = self._model.train(), self._recipe, self._device
         names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
-        descent, steps = SGD(recipe, weights), 0
+        rate = float(inputs.constants.get(LEARNING_RATE, recipe.learning_rate))
+        descent, steps = SGD(replace(recipe, learning_rate=rate), weights), 0
         precomputed = self._precompute(images, labels, inputs)
         loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):

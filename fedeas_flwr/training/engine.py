@@ -20,6 +20,9 @@ from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 State = Mapping[str, Any]
 """Name → NumPy array (from a message) or tensor (passed by reference within a process)."""
 
+LEARNING_RATE = "learning-rate"
+"""Name of the inputs' constant with the round's learning rate; without it the rate is `LocalTrainingConfig`'s."""
+
 
 @dataclass(frozen=True)
 class LocalTrainingConfig:

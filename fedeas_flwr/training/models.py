@@ -89,7 +89,8 @@ def build_model(
     weights
         Pretrained weights, resnet18 only: ``none``; ``imagenet``, torchvision's official ones; or the path of a
         ``.safetensors`` file with torchvision's names, in any float dtype. The head is always new, and so is a 3×3
-        stem.
+        stem. For images of one channel the 7×7 stem is summed over its three: a grey image then has the same features
+        as one whose channels are equal.
     seed
         Seed of the initial weights.
 
@@ -125,8 +126,9 @@ def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weight
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     if weights != "none":
-        if stem == "7x7" and channels != 3:
-            raise ValueError(f"weights: {weights!r} with stem 7x7 needs images of 3 channels; these have {channels}")
+        if stem == "7x7" and channels not in (1, 3):
+            text = f"weights: {weights!r} with stem 7x7 needs images of 1 or 3 channels; these have {channels}"
+            raise ValueError(text)
         loaded = _download_imagenet() if weights == "imagenet" else _read_safetensors(weights)
         _load_pretrained(model, loaded, weights, keep_stem=stem == "7x7")
     return model
@@ -140,10 +142,13 @@ def _load_pretrained(model: nn.Module, loaded: dict[str, torch.Tensor], origin: 
             if key.endswith("num_batches_tracked"):  # older files lack it, and resnet18 never reads it
                 continue
             raise ValueError(f"weights: {origin} lacks {key}; it must have torchvision's resnet18 names")
-        if loaded[key].shape != state[key].shape:
-            shapes = f"{list(loaded[key].shape)}; resnet18 needs {list(state[key].shape)}"
+        value = loaded[key]
+        if key == "conv1.weight" and state[key].shape[1] == 1 and value.dim() == 4:
+            value = value.float().sum(dim=1, keepdim=True)
+        if value.shape != state[key].shape:
+            shapes = f"{list(value.shape)}; resnet18 needs {list(state[key].shape)}"
             raise ValueError(f"weights: {key} of {origin} has shape {shapes}")
-        state[key].copy_(loaded[key])  # also converts float16
+        state[key].copy_(value)  # also converts float16
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:

@@ -68,7 +68,9 @@ def test_digits_mean_and_std_are_of_the_train_split() -> None:
     assert digits.std == pytest.approx((pixels.std(),), abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("cifar10", 10), ("cifar100", 100)])
+@pytest.mark.parametrize(
+    ("name", "classes"), [("digits", 10), ("cifar10", 10), ("cifar100", 100), ("fashion-mnist", 10)]
+)
 def test_class_names_are_distinct(name: str, classes: int) -> None:
     assert len(set(datasets.dataset_info(name).classes)) == classes
 
@@ -154,6 +156,50 @@ def test_damaged_npz_is_rejected_in_one_line(
     file.write_bytes({"truncated": content[: len(content) // 2], "flipped": content, "text": b"no archive"}[damage])
     with pytest.raises(ValueError, match=r"cifar10.npz cannot be used \(") as caught:
         datasets.open_dataset("cifar10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def write_idx(file: Path, array: np.ndarray[Any, Any]) -> None:
+    """Write an array as torchvision's raw files are: magic number, sizes, bytes."""
+    sizes = np.array(array.shape, dtype=">i4").tobytes()
+    file.write_bytes(bytes((0, 0, 8, array.ndim)) + sizes + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def small_fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Reduce Fashion-MNIST to 20 and 10 images and write them as torchvision's raw files."""
+    info = dataclasses.replace(datasets.dataset_info("fashion-mnist"), num_train=20, num_test=10)
+    monkeypatch.setitem(sources.BUILT_IN, "fashion-mnist", info)
+    rng, raw = np.random.default_rng(0), tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    arrays: dict[str, Any] = {}
+    for split, stem, count in (("train", "train", 20), ("test", "t10k", 10)):
+        arrays[f"x_{split}"] = rng.integers(0, 256, (count, 28, 28, 1), dtype=np.uint8)
+        arrays[f"y_{split}"] = np.arange(count) % 10
+        write_idx(raw / f"{stem}-images-idx3-ubyte", arrays[f"x_{split}"][..., 0])
+        write_idx(raw / f"{stem}-labels-idx1-ubyte", arrays[f"y_{split}"])
+    return arrays
+
+
+def test_fashion_mnist_is_read_from_torchvisions_files_and_npz(
+    own_cache: Path, small_fashion: dict[str, Any], tmp_path: Path
+) -> None:
+    read = datasets.open_dataset("fashion-mnist", str(tmp_path))
+    assert all(np.array_equal(getattr(read, key), array) for key, array in small_fashion.items())
+    write_idx(tmp_path / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 255 - small_fashion["x_train"][..., 0])
+    again = datasets.open_dataset("fashion-mnist", str(tmp_path))
+    assert np.array_equal(again.x_train, 255 - small_fashion["x_train"])  # torchvision does not check these files
+    np.savez(tmp_path / "fashion-mnist.npz", **small_fashion)
+    assert np.array_equal(datasets.open_dataset("fashion-mnist", str(tmp_path)).x_train, small_fashion["x_train"])
+
+
+@pytest.mark.parametrize("content", [b"", b"not what it should be", bytes((0, 0, 8, 3)) + bytes(12) + b"more"])
+def test_damaged_fashion_mnist_is_rejected(
+    own_cache: Path, small_fashion: dict[str, Any], tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "FashionMNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(FileNotFoundError, match="incomplete or damaged") as caught:
+        datasets.open_dataset("fashion-mnist", str(tmp_path))
     assert "\n" not in str(caught.value)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from runners import run_in_process
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import parse_config
@@ -149,7 +148,7 @@ def test_mixed_modes_are_converted(hf: Any, tmp_path: Path) -> None:
         ({"image": [png(1)[:45]] * 4, "label": [0, 1] * 2}, "row 0 is not an image that can be read"),
         ({"image": [png(1), None] * 2, "label": [0, 1] * 2}, "row 1 is not an image that can be read .it is empty"),
         ({"text": ["a", "b"], "label": [0, 1]}, "no columns that may hold the images; it has text, label"),
-        ({"image": [], "label": []}, "cannot be read by the package datasets"),
+        ({"image": [], "label": []}, "bad has no images, or has a split without any"),
     ],
 )
 def test_bad_data_is_one_line(hf: Any, tmp_path: Path, table: dict[str, Any], line: str) -> None:
@@ -192,21 +191,43 @@ def test_names_in_a_config(tmp_path: Path) -> None:
             parse_config({"dataset": bad, "policy": "none"})
 
 
-def test_parquet_to_a_finished_run(hf: Any, tmp_path: Path) -> None:
-    """Three classes, two sizes, PNG bytes in parquet: one command from the file to a finished FedEAS run."""
+def test_parquet_folder_to_a_finished_run_in_two_commands(hf: Any, tmp_path: Path) -> None:
+    """Three classes, two sizes, PNG bytes in parquet: train a generator on it, then run FedEAS with it."""
     import pyarrow
     from pyarrow import parquet
 
     pixels = [png(10 * (i % 3), [(8, 8), (12, 12)][i % 2], "RGB") for i in range(90)]
     labels = [KINDS[i % 3] for i in range(90)]
-    parquet.write_table(pyarrow.table({"image": pixels, "label": labels}), tmp_path / "trees.parquet")
-    bank = np.zeros((300, 8, 8, 3), np.uint8)
-    np.savez(tmp_path / "bank.npz", x=bank, y=np.arange(300) % 3, classes=np.array(KINDS))
+    (tmp_path / "trees").mkdir()
+    parquet.write_table(pyarrow.table({"image": pixels, "label": labels}), tmp_path / "trees" / "train.parquet")
     (tmp_path / "trees.toml").write_text(
-        'dataset = "hf:trees.parquet size=8"\ngenerator = "bank:bank.npz"\nclients = 3\nrounds = 2\n'
+        'dataset = "hf:trees size=8"\ngenerator = "generator"\nclients = 3\nrounds = 2\n'
         'partition = "pathological"\npartition-args = "num_classes_per_partition=2"\n'
     )
-    command = [sys.executable, "-m", "fedeas_flwr", "run", "trees.toml", "backend=inline", "run-dir=run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for words in (
+        ["train-generator", "--dataset", "hf:trees size=8", "--out", "generator", "--preset=digits", "--steps=2"],
+        ["run", "trees.toml", "backend=inline", "run-dir=run", "sampler-steps=2"],
+    ):
+        done = run_in_process(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["total_generated"] > 0
+
+
+def test_command_with_bad_data_is_one_line(hf: Any, tmp_path: Path) -> None:
+    hf.Dataset.from_dict(rows()).save_to_disk(tmp_path / "bad")
+    (tmp_path / "bad.toml").write_text('dataset = "hf:bad"\npolicy = "none"\nclients = 3\n')
+    done = run_in_process("run", "bad.toml", "backend=inline", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: dataset") and "no columns that may hold the labels" in done.stderr
+
+
+def test_node_reads_what_flwr_datasets_create_writes(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli = pytest.importorskip("flwr_datasets.cli.create", reason=REASON)
+    (tmp_path / "trees").mkdir()
+    hf.load_from_disk(str(saved(hf, tmp_path / "saved"))).to_parquet(tmp_path / "trees" / "train.parquet")
+    monkeypatch.setattr(hf.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    cli.create(str(tmp_path / "trees"), num_partitions=3, out_dir=tmp_path / "parts")
+    node = read_node({"client-id": 1, "data-path": str(tmp_path / "parts" / "partition_1")})
+    data = local_data(parse_config({"dataset": f"hf:{tmp_path / 'trees'}", "policy": "none"}), node)
+    images, labels = data.train(node.part)
+    assert len(labels) == 10 and np.array_equal(images[:, 0, 0, 0], 10 * labels)

@@ -155,7 +155,7 @@ def test_lazy_generator_opens_only_to_generate(digits_generator: Path, fresh_ima
         opened.append(1)
         return generator
 
-    remembered = LazyGenerator(generator.fingerprint, "digits", open_it)
+    remembered = LazyGenerator(generator.fingerprint, 10, (8, 8, 1), open_it)
     again, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
     assert (made, made_again, opened) == (3, 0, [])
     assert np.array_equal(images, again)
@@ -163,10 +163,10 @@ def test_lazy_generator_opens_only_to_generate(digits_generator: Path, fresh_ima
     mended, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
     assert (made_again, opened) == (3, [1])
     assert np.array_equal(images, mended)
-    other = LazyGenerator("0" * 64, "digits", open_it)
+    other = LazyGenerator("0" * 64, 10, (8, 8, 1), open_it)
     with pytest.raises(ValueError, match="not the one that made this client's images"):
         other.sample([SampleId(1, 0, 0, 0)])
-    assert batch_size(LazyGenerator("wide", "digits", Wide)) == 512
+    assert batch_size(LazyGenerator("wide", 10, (8, 8, 1), Wide)) == 512
 
 
 class Wide:

@@ -500,7 +500,8 @@ def test_invalid_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is not there; must be a folder"):
         datasets.dataset_info("own:/nowhere")
     with pytest.raises(
-        ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, own:PATH .* or hf:PATH"
+        ConfigError,
+        match=r"dataset = 'mnist': must be digits, cifar10, cifar100, fashion-mnist, own:PATH .* or hf:PATH",
     ):
         parse_config({"dataset": "mnist"})
     with pytest.raises(ConfigError, match="generator = 'builtin'"):

@@ -79,3 +79,11 @@ def test_node_list_has_public_keys() -> None:
     listed = ListNodesResponse(nodes_info=[NodeInfo(node_id=2**63 + 1, status="offline", public_key=b"PEM")])
     found = {"node-id": str(2**63 + 1), "status": "offline", "public-key": "PEM"}
     assert flower_internals.parse_node_list(listed.SerializeToString()) == [found]
+
+
+def test_check_app_raises_flowers_message(tmp_path: Path) -> None:
+    assert flower_internals.published_files(["a/b.py", "plot.png", "LICENSE"]) == ["a/b.py", "LICENSE"]
+    with pytest.raises(ValueError, match="a valid app name must start with a letter"):
+        flower_internals.check_app(tmp_path, "1")
+    with pytest.raises(ValueError, match=r"pyproject\.toml not found"):
+        flower_internals.check_app(tmp_path, "one")

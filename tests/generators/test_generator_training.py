@@ -293,8 +293,13 @@ def test_presets_build_networks_of_the_stated_size(preset: Preset, millions: tup
     json.dumps(dataclasses.asdict(preset))
 
 
-def test_digits_are_never_flipped(digits: Dataset) -> None:
-    assert not Trainer(dataclasses.replace(TINY, flips=True), digits)._flips
+def test_images_whose_mirror_images_differ_are_not_flipped(digits: Dataset) -> None:
+    shoe = np.zeros((2, 28, 28, 1), dtype=np.uint8)
+    fashion = Dataset(
+        "fashion-mnist", ("shoe",), (0.5,), (0.2,), shoe, np.zeros(2, np.int64), shoe, np.zeros(2, np.int64)
+    )
+    for dataset in (digits, fashion):
+        assert not Trainer(dataclasses.replace(TINY, flips=True), dataset)._flips
     assert set(PRESETS) == {"digits", "cifar-small", "paper"}
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -443,15 +444,23 @@ def test_builtin_trained_once_and_retrained_if_damaged(
 ) -> None:
     caplog.set_level(logging.INFO, "fedeas_flwr")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    from fedeas_flwr.generators.learn.builtin import ensure_builtin
+
     code = (
         "from fedeas_flwr.generators.learn.builtin import ensure_builtin\n"
-        "seen = []; ensure_builtin(lambda *a: seen.append(a[:2]), steps=3); print(seen)"
+        "seen = []\n"
+        "ensure_builtin(lambda *a: (seen.append(a[:2]), a[0] == 1 and input('trains\\n')), steps=3); print(seen)"
     )
-    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = sorted(process.communicate(timeout=LONG)[0].strip() for process in started)
-    assert printed == ["[(1, 3), (2, 3), (3, 3)]", "[]"]
-
-    from fedeas_flwr.generators.learn.builtin import ensure_builtin
+    words, seen = [sys.executable, "-c", code], []
+    other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "trains\n"
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ensure_builtin, lambda *a: seen.append(a[:2]), steps=3)
+        with pytest.raises(TimeoutError):
+            waits.result(0.3)
+        assert other.communicate("\n", timeout=LONG)[0] == "[(1, 3), (2, 3), (3, 3)]\n"
+        waits.result(LONG)
+    assert seen == []
 
     def again(folder: Path) -> bool:
         seen: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -50,9 +49,7 @@ def config(**keys: Any) -> RunConfig:
 def test_probe_measures_once_and_is_cached(
     simulated_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1] / "helpers")])
-    )
+    monkeypatch.setattr(resources, "__name__", "short_probe")  # the module that the new process runs
     keys = {"model": "users_models:tiny", "batch_size": 2}
     found = resources.max_parallel_clients(config(**keys))
     (kept,) = tmp_path.glob("probes/*.json")
@@ -150,5 +147,6 @@ def test_probe_uses_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         return build(config, device, objective, rank)
 
     monkeypatch.setattr(resources, "build_engine", noting)
+    monkeypatch.setattr(resources, "_EPOCHS", 1)
     found = resources.measure(config(model="users_models:tiny", batch_size=2, engine="eager"), "cpu", (1, 3))
     assert list(found["images_per_second"]) == [1, 3] and built == [("eager", 0), ("eager", 1), ("eager", 2)]

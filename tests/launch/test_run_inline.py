@@ -338,7 +338,7 @@ def test_ctrl_c_after_the_last_round_keeps_status_finished(tmp_path: Path, monke
 def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Path) -> str:
     """Return the weights of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "r"
-    return weights(finish(small(folder, rounds=8, local_epochs=3, checkpoint_every=2)))
+    return weights(finish(small(folder, rounds=8, checkpoint_every=2)))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_run_stopped_by_a_signal_resumes_to_same_weights(
     tmp_path: Path, eight_rounds: str, number: signal.Signals
 ) -> None:
     conf = tmp_path / "conf.toml"
-    conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
+    conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 1\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
     child = start_interruptible(command, env=PausedRun(tmp_path, 6).environment)

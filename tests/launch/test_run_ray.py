@@ -11,18 +11,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
 from leftovers import flower_processes
 from runners import CHEAP, finish, small, start_interruptible, weights, with_fixed_noise_key
 from waiting import LONG, PausedRun, wait_until
 
+from fedeas_flwr.commands.publish import write_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.processes import with_variable
+from fedeas_flwr.common.project import code_digest
 from fedeas_flwr.launch.superlink import QUIET, free_port
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -155,13 +159,13 @@ def kill_all_with_home(home: str) -> None:
             process.kill()
 
 
-@pytest.mark.slow
-def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
-    """Run plain `flwr run .` with Flower's default of two nodes on the test's own SuperLink."""
+@contextmanager
+def own_superlink(home: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Yield a function that calls plain `flwr run` on the test's own SuperLink."""
     environment = {
         **os.environ,
         **QUIET,
-        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_HOME": str(home),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
         "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
         "RAY_TMPDIR": tempfile.mkdtemp(prefix="rt-"),
@@ -169,12 +173,23 @@ def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
     }
     before = flower_processes()
 
-    def flwr_run(keys: str) -> subprocess.CompletedProcess[str]:
-        words = ["flwr", "run", str(ROOT), "--stream", "--run-config", keys]
+    def flwr_run(app: Path, keys: str, *more: str) -> subprocess.CompletedProcess[str]:
+        words = ["flwr", "run", str(app), "--stream", "--run-config", keys, *more]
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
 
     try:
-        done = flwr_run(f'rounds=2 local-epochs=1 actors=1 run-dir="{tmp_path / "run"}"')
+        yield flwr_run
+    finally:
+        kill_all_with_home(environment["FLWR_HOME"])
+        wait_until(lambda: flower_processes() <= before, "all processes have ended")
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
+    """Run plain `flwr run .` with Flower's default of two nodes."""
+    with own_superlink(tmp_path / "flwr") as flwr_run:
+        done = flwr_run(ROOT, f'rounds=2 local-epochs=1 actors=1 run-dir="{tmp_path / "run"}"')
         run = RunDirectory(tmp_path / "run")
         assert run.status()[0] == "finished", done.stdout + done.stderr
         assert run.config().clients == 2
@@ -186,10 +201,33 @@ def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
         planned = f"{run.summary()['total_generated']} synthetic images for 2 clients"
         assert f"Plan: policy fedeas, β = 6: {planned}\n" in said
         assert re.search(rf"Result: accuracy .* images generated; see {tmp_path}/run\n", said)
-        wrong = flwr_run("policy='nonsense'")
+        wrong = flwr_run(ROOT, "policy='nonsense'")
         said = wrong.stdout + wrong.stderr
         assert "policy = 'nonsense': must be" in said and "Traceback" not in said
-    finally:
-        kill_all_with_home(environment["FLWR_HOME"])
-        wait_until(lambda: flower_processes() <= before, "all processes have ended")
-        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_flwr_run_of_the_example_with_fedeas(tmp_path: Path, digits_generator: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    with own_superlink(tmp_path / "flwr") as flwr_run:
+        example, nodes = ROOT / "examples" / "in-your-flower-app", ("--federation-config", "num-supernodes=3")
+        done = flwr_run(example, f'num-server-rounds=2 results="{results}"', *nodes)
+        assert results.exists(), done.stdout + done.stderr
+        assert len(results.read_text().splitlines()) == 3
+        assert "images planned by policy fedeas" in done.stdout and "Received 3 results and 0 failures" in done.stdout
+
+
+@pytest.mark.slow
+def test_published_app_runs_where_it_is_unpacked(tmp_path: Path, digits_generator: Path) -> None:
+    published = tmp_path / "published" / "fedeas-flwr"
+    write_app(ROOT, published)
+    with (published / "fedeas_flwr" / "__init__.py").open("a") as code:
+        code.write("# not the code of the checkout\n")
+    unpacked = install_from_fab(build_fab_from_disk(published), tmp_path / "elsewhere")
+    shutil.rmtree(published)
+    with own_superlink(tmp_path / "flwr") as flwr_run:
+        done = flwr_run(unpacked, f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
+    run = RunDirectory(tmp_path / "run")
+    assert run.status()[0] == "finished", done.stdout + done.stderr
+    assert run.summary()["rounds"] == 2 and run.summary()["total_generated"] > 0
+    assert run.environment()["code"] == code_digest(unpacked / "fedeas_flwr") != code_digest()

@@ -27,6 +27,7 @@ from fedeas_flwr.report.style import COLOURS, MORE_COLOURS, legend_above
 from fedeas_flwr.report.writing import comparison_figure
 from fedeas_flwr.reproduce.cells import all_cells
 from fedeas_flwr.reproduce.figures import (
+    Setting,
     _draw_bars,
     _draw_budgets,
     draw_closed_form,
@@ -41,6 +42,12 @@ from fedeas_flwr.reproduce.results import Value, find_results
 from fedeas_flwr.runs.directory import RunDirectory
 
 RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def committed() -> Setting:
+    """Return what the paper's figures show of the committed runs."""
+    return setting_of(find_results(all_cells(), "full", [RESULTS], {}))
 
 
 def faults(figure: Figure) -> list[str]:
@@ -153,14 +160,13 @@ def test_axes_stay_within_possible_values(tmp_path: Path) -> None:
     assert axes.get_ylim() == (0, 100) and faults(axes.figure) == []  # type: ignore[arg-type]
 
 
-def test_paper_figures_have_no_overlap() -> None:
-    setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
-    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
-    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
+def test_paper_figures_have_no_overlap(committed: Setting) -> None:
+    drawn = [draw(committed) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
+    assert [faults(figure) for figure in (*drawn, draw_sensitivity(committed), draw_closed_form())] == [[]] * 6
 
 
-def test_figures_claim_only_what_their_runs_show() -> None:
-    left, right = draw_motivation(setting_of(find_results(all_cells(), "full", [RESULTS], {}))).axes
+def test_figures_claim_only_what_their_runs_show(committed: Setting) -> None:
+    left, right = draw_motivation(committed).axes
     titles = ["(a) Images to generate per client", "(b) Accuracy by policy"]
     assert [axes.get_title(loc="left") for axes in (left, right)] == titles
     assert [(axes.get_yscale(), axes.get_ylim()[0]) for axes in (left, right)] == [("linear", 0)] * 2
@@ -178,9 +184,9 @@ def _names_in_legend(axes: Axes) -> list[str]:
     return [text.get_text() for text in legend.get_texts()] if legend else []
 
 
-def test_coinciding_rounds_are_both_visible_and_titles_aligned() -> None:
+def test_coinciding_rounds_are_both_visible_and_titles_aligned(committed: Setting) -> None:
     """With 20 clients FedEAS and Missing-only reach 70 % in the same round, so their lines coincide."""
-    figure = draw_convergence(setting_of(find_results(all_cells(), "full", [RESULTS], {})))
+    figure = draw_convergence(committed)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
@@ -215,9 +221,10 @@ def test_beta_without_runs_is_a_gap_and_one_seed_has_no_sd() -> None:
 def test_paper_figures_without_any_run(tmp_path: Path) -> None:
     """Missing measurements are stated in the axes; axes without curves have no legend."""
     setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
-    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
-    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting))] == [[]] * 5
-    for figure, panels in ((drawn[3], (0, 1)), (draw_sensitivity(setting), (0,))):
+    draws = (draw_motivation, draw_surrogate, draw_overview, draw_convergence, draw_sensitivity)
+    drawn = [draw(setting) for draw in draws]
+    assert [faults(figure) for figure in drawn] == [[]] * 5
+    for figure, panels in ((drawn[3], (0, 1)), (drawn[4], (0,))):
         assert [[text.get_text() for text in figure.axes[panel].texts] for panel in panels] == [["not run yet"]] * len(
             panels
         )

@@ -45,11 +45,13 @@ def test_last_20_mean_sd_and_difference_by_hand(tmp_path: Path) -> None:
     peak = paper_comparison.peak_of(results, f"{DEFAULT_COLUMN}/fedavg")
     assert peak.mean == pytest.approx((60 + 90 + 50) / 3)
     row = next(row for row in tables.column_table(results, DEFAULT_COLUMN).rows if row[0] == "FedAvg")
-    assert row == ["FedAvg", "52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59", "0"]
+    ours, images = ["52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59"], "0"
+    assert row == ["FedAvg", *ours, images, "5.0"]
 
 
 def test_one_seed_has_no_sd_and_missing_cells_are_marked(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/moon", 4, TWENTY)
+    record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedprox", 4, TWENTY, seconds=2.0)
     results = found_in(tmp_path)
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
     rows = {row[0]: row[1:] for row in table.rows}
@@ -58,19 +60,21 @@ def test_one_seed_has_no_sd_and_missing_cells_are_marked(tmp_path: Path) -> None
     assert rows["MOON"][0] == "missing<br>paper 37.08"
     assert rows["Full-Balance"][0] == "–"
     assert rows["FedEAS total gen."][main] == "missing<br>paper 33,650"
-    assert [len(row) for row in table.rows] == [9] * 12
+    assert (rows["Minutes per run"][main], rows["Minutes per run"][0]) == ("5.0 to 8.3", "–")
+    assert [len(row) for row in table.rows] == [9] * 13
 
 
 def test_beta_table_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedavg", 1, [0.5] * 200)
-    record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas-b4", 1, [0.6] * 200)
+    record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas-b4", 1, [0.6] * 200, seconds=2.0)
     rows = {row[0]: row[1:] for row in tables.beta_table(found_in(tmp_path)).rows}
-    last, images, gain, eta = rows["FedEAS β = 4"]
+    last, images, gain, eta, minutes = rows["FedEAS β = 4"]
     assert last == "60.00<br>paper 66.11, −6.11"
     assert images == "4,113 ✓"
     assert gain == "10.00<br>paper 10.59, −0.59"
     assert eta == "2.431<br>paper 2.575, −0.144"  # 10 · 1000 / 4113
-    assert rows["FedAvg"][1:] == ["0", "–", "–"]
+    assert rows["FedAvg"][1:] == ["0", "–", "–", "5.0"]
+    assert minutes == "8.3"  # 200 · (2 + 0.5) / 60
     assert rows["Uniform β = 20"][0] == "missing<br>paper 66.46"
 
 

@@ -137,7 +137,7 @@ def test_finished_run_keeps_its_model_but_no_checkpoint(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "out/runs" / f"{BETA_SWEEP_COLUMN}_scaffold_s1"),
     )
     args += ["--set", "rounds=2"]
-    done = fedeas(*args, cwd=tmp_path)
+    done = run_in_process(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not run.load_checkpoint() and not list((run.path / "clients").rglob("*.*"))
     assert run.load_model() and len(run.rounds()) == run.summary()["rounds"] == 2
@@ -156,7 +156,7 @@ def test_missing_runs_are_run_once_and_exported(tmp_path: Path, digits_generator
         "--set",
         "rounds=2",
     ]
-    done = fedeas(*args, cwd=tmp_path)
+    done = run_in_process(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 runs, " in done.stdout and f"{BETA_SWEEP_COLUMN}_linear_s1  finished" in done.stdout
     exported = [RunDirectory(tmp_path / "records" / BETA_SWEEP_COLUMN / name) for name in ("fedavg-s1", "linear-s1")]
@@ -197,7 +197,7 @@ def test_printed_command_runs_what_is_missing(tmp_path: Path) -> None:
     assert shlex.split(command)[:3] == ["fedeas", "reproduce", f"{BETA_SWEEP_COLUMN}/fedav*"]
     on_page = (tmp_path / "o{u}t" / "index.md").read_text().partition("To do them: `")[2].partition("`")[0]
     assert on_page == command.replace(f"'{BETA_SWEEP_COLUMN}/fedav*'", f"{BETA_SWEEP_COLUMN}/fedavg")
-    done = fedeas(*shlex.split(on_page)[2:], cwd=tmp_path)
+    done = run_in_process(*shlex.split(on_page)[2:], cwd=tmp_path)
     assert done.returncode == 0 and "Missing" not in done.stdout, done.stdout + done.stderr
     (run,) = (RunDirectory(path) for path in (tmp_path / "o{u}t" / "runs").glob("*/"))
     assert (run.config().seed, len(run.rounds())) == (2, 2)

@@ -109,6 +109,25 @@ def test_into_compares_records_of_a_changed_strategy(tmp_path: Path) -> None:
     ]
 
 
+def test_into_compares_policies_of_records_seed_by_seed(tmp_path: Path) -> None:
+    for method, accuracies in (("fedavg", (0.5, 0.7)), ("fedeas", (0.6, 0.9)), ("uniform", (0.4,))):
+        for seed, accuracy in enumerate(accuracies, start=1):
+            name, images = f"{BETA_SWEEP_COLUMN}/{method}", 0 if method == "fedavg" else 10 * seed
+            record(tmp_path / "records" / "new" / f"{method}-s{seed}", name, seed, [accuracy] * 200, images=images)
+    (tmp_path / "doc.md").write_text("<!-- reproduce policies new -->\n<!-- end -->\n")
+    done = into(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "doc.md").read_text().splitlines()[4:7]
+    assert rows == [
+        "| none | 1, 2 | 0 | 60.00 ± 14.14 | 60.00 ± 14.14 | – | – |",
+        "| fedeas | 1, 2 | 15 | 75.00 ± 21.21 | 75.00 ± 21.21 | +15.00 ± 5.00 | 2 of 2 |",
+        "| uniform | 1 | 10 | 40.00 | 40.00 | −10.00 | 0 of 1 |",
+    ]
+    record(tmp_path / "records" / "new" / "again", f"{BETA_SWEEP_COLUMN}/fedeas", 2, [0.5] * 200)
+    done = into(cwd=tmp_path)
+    assert done.returncode == 2 and "records/new has two records with policy = 'fedeas' and seed = 2" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -122,6 +141,7 @@ def test_into_compares_records_of_a_changed_strategy(tmp_path: Path) -> None:
         ("1<!--= last-20 nowhere/here -->", "doc.md, line 1: 'nowhere/here': neither a cell nor a folder in records"),
         ("<!-- reproduce sweep nowhere a=b -->\n<!-- end -->", "doc.md, line 1: 'sweep nowhere a=b': must be sweep FO"),
         ("<!-- reproduce records nowhere -->\n<!-- end -->", "doc.md, line 1: 'records nowhere': must be records FOL"),
+        ("<!-- reproduce policies nowhere -->\n<!-- end -->", "doc.md, line 1: 'policies nowhere': must be policies F"),
         (
             f"a\n<!-- reproduce beta -->\nprose\n{DOCUMENT}",
             "doc.md, line 2: '<!-- reproduce beta -->' has no '<!-- end",

@@ -16,7 +16,7 @@ from users_models import with_batchnorm
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import VIEWS, augment, draw_views
-from fedeas_flwr.training.build import loss_and_view_inputs
+from fedeas_flwr.training.build import common_inputs
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -65,11 +65,11 @@ def test_drawn_views_depend_on_the_dataset() -> None:
 
 def test_drawn_views_depend_on_client_and_round() -> None:
     config, labels = quick(Path("/nowhere"), views="flip-crop"), torch.zeros(70, dtype=torch.long)
-    tables = [loss_and_view_inputs(config, 10, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
+    tables = [common_inputs(config, 10, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
     assert not torch.equal(tables[0], tables[3])
-    assert loss_and_view_inputs(quick(Path("/nowhere")), 10, labels, 1, 0) == NO_INPUTS
+    assert common_inputs(quick(Path("/nowhere")), 10, labels, 1, 0) == NO_INPUTS
 
 
 @pytest.mark.parametrize(

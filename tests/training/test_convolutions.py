@@ -24,11 +24,11 @@ def test_padded_channels_fill_sixteen_bytes() -> None:
     assert [padded_channels(n, torch.float32) for n in (1, 3, 4, 5)] == [4, 4, 4, 8]
 
 
-@pytest.mark.parametrize("laid_out", [True, False])
-def test_step_with_padded_weights_matches_plain_step(laid_out: bool) -> None:
-    plain, wide = (build_model("resnet18", 10, (16, 16, 3), seed=0).double() for _ in range(2))
+@pytest.mark.parametrize(("channels", "laid_out"), [(3, True), (3, False), (1, True)])
+def test_step_with_padded_weights_matches_plain_step(channels: int, laid_out: bool) -> None:
+    plain, wide = (build_model("resnet18", 10, (16, 16, channels), seed=0).double() for _ in range(2))
     torch.manual_seed(0)
-    images, labels = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
+    images, labels = torch.randn(4, channels, 16, 16, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
     layer = first_convolution(wide)
     assert layer is not None
     one, two = Weights(plain, use_bf16=False), Weights(wide, use_bf16=False, padded_layer=layer, padded=ROOM)
@@ -38,12 +38,13 @@ def test_step_with_padded_weights_matches_plain_step(laid_out: bool) -> None:
         for _ in range(2):
             gradients = torch.autograd.grad(F.cross_entropy(model.train()(given), labels), weights.parameters)
             weights.descend(weights.whole_gradients(gradients), 0.1)
-    assert not two.masters[place][:, 3:].any(), "the padding was trained"
+    assert not two.masters[place][:, channels:].any(), "the padding was trained"
     first, second = one.state(plain), two.state(wide)
     assert first.keys() == second.keys()
     for key, value in first.items():
         torch.testing.assert_close(second[key], value, rtol=1e-6, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
-    moved = second["conv1.weight"] - build_model("resnet18", 10, (16, 16, 3), seed=0).state_dict()["conv1.weight"]
+    start = build_model("resnet18", 10, (16, 16, channels), seed=0)
+    moved = second["conv1.weight"] - start.state_dict()["conv1.weight"]
     assert moved.abs().max() > 1e-4, "nothing was trained"
 
 

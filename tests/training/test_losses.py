@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from users_models import with_batchnorm
 
 from fedeas_flwr.strategies.fedprox import ProximalObjective
-from fedeas_flwr.training.build import loss_and_view_inputs
+from fedeas_flwr.training.build import common_inputs
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -104,7 +104,7 @@ def test_both_engines_take_the_same_steps(objective: Objective, loss: str, sampl
         rng = np.random.default_rng(client)
         images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
         labels = torch.from_numpy(np.minimum(rng.geometric(0.4, samples) - 1, 9 - client)).to(device)
-        inputs = received | loss_and_view_inputs(config, 10, labels, 1, client)
+        inputs = received | common_inputs(config, 10, labels, 1, client)
         one, *first = eager.train(*start, images, labels, np.random.default_rng(7), inputs)
         two, *second = graphed.train(*start, images, labels, np.random.default_rng(7), inputs)
         plain = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)

@@ -82,6 +82,14 @@ def test_resnet18_stems() -> None:
         build_model("resnet18", 10, CIFAR, stem="5x5", seed=0)
 
 
+def test_pretrained_stem_sees_grey_images_as_equal_channels(tmp_path: Path) -> None:
+    file, grey = tmp_path / "weights.safetensors", torch.rand(2, 1, 28, 28)
+    save_file(build_model("resnet18", 1000, CIFAR, seed=9).state_dict(), file)
+    colour, one = (build_model("resnet18", 7, (28, 28, c), weights=str(file), seed=0).eval() for c in (3, 1))
+    assert one.conv1.weight.shape == (64, 1, 7, 7)
+    torch.testing.assert_close(one(grey), colour(grey.expand(-1, 3, -1, -1)))
+
+
 def test_pretrained_weights_load_except_head_and_new_stem(tmp_path: Path) -> None:
     source = build_model("resnet18", 1000, CIFAR, seed=9)
     source.bn1.running_mean.fill_(0.25)
@@ -99,8 +107,8 @@ def test_pretrained_weights_load_except_head_and_new_stem(tmp_path: Path) -> Non
         assert model.fc.weight.shape == (7, 512)
     assert torch.equal(fine.conv1.weight, build_model("resnet18", 7, CIFAR, stem="3x3", seed=0).conv1.weight)
 
-    with pytest.raises(ValueError, match="needs images of 3 channels; these have 1"):
-        build_model("resnet18", 10, DIGITS, weights=str(file), seed=0)
+    with pytest.raises(ValueError, match="needs images of 1 or 3 channels; these have 4"):
+        build_model("resnet18", 10, (32, 32, 4), weights=str(file), seed=0)
     save_file({key: value for key, value in half.items() if key != "bn1.bias"}, file)
     with pytest.raises(ValueError, match=r"lacks bn1\.bias"):
         build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)

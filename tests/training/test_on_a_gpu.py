@@ -168,7 +168,17 @@ def test_failing_fused_layer_is_replaced_by_pytorchs(tmp_path: Path, monkeypatch
 
 @on_a_gpu
 @pytest.mark.parametrize(
-    "keys", [{"loss": "class-weighted"}, {"loss": "logit-adjusted"}, {"views": "flip-crop"}, {"policy": "oversample"}]
+    "keys",
+    [
+        {"loss": "class-weighted"},
+        {"loss": "logit-adjusted"},
+        {"views": "flip-crop"},
+        {"policy": "oversample"},
+        {"learning_rate_schedule": "step 0.1 1"},
+        {"learning_rate_schedule": "cosine", "momentum": 0.9},
+        {"learning_rate_schedule": "step 0.1 1", "strategy": "scaffold"},
+    ],
+    ids=str,
 )
 def test_run_settings_on_gpu_match_cpu(tmp_path: Path, keys: dict[str, Any]) -> None:
     keys = {"policy": "none", **keys}

@@ -16,10 +16,10 @@ from fedeas_flwr.training.models import Normaliser
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("room", [3, 8])
+@pytest.mark.parametrize(("dataset", "room"), [("cifar10", 3), ("cifar10", 8), ("fashion-mnist", 8)])
 @pytest.mark.parametrize("with_views", [False, True])
-def test_fetch_augments_and_normalises_a_batch(with_views: bool, room: int) -> None:
-    rng, info = np.random.default_rng(0), dataset_info("cifar10")
+def test_fetch_augments_and_normalises_a_batch(with_views: bool, dataset: str, room: int) -> None:
+    rng, info = np.random.default_rng(0), dataset_info(dataset)
     pixels = torch.from_numpy(rng.integers(0, 256, (9, *info.image_shape), dtype=np.uint8)).to(DEVICE)
     labels, table = torch.arange(9, device=DEVICE) * 7, torch.from_numpy(rng.integers(0, 9, (3, 4))).to(DEVICE)
     views = draw_views(info, 3, 4, rng).to(DEVICE) if with_views else None
@@ -30,7 +30,7 @@ def test_fetch_augments_and_normalises_a_batch(with_views: bool, room: int) -> N
     assert torch.equal(chosen, labels[table[2]])
     whole = images.as_strided((4, room, *images.shape[2:]), images.stride())
     assert whole.is_contiguous(memory_format=torch.channels_last)
-    assert not whole[:, 3:].any()
+    assert not whole[:, info.image_shape[2] :].any()
 
 
 @pytest.mark.parametrize("classes", [10, 100])
@@ -54,8 +54,9 @@ def test_mean_of_first_and_its_gradient_match_torch(counted: int) -> None:
     torch.testing.assert_close(slopes, torch.tensor(wanted, device=DEVICE))
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, device=DEVICE)], ids=["number", "tensor"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype) -> None:
+def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype, rate: float | torch.Tensor) -> None:
     torch.manual_seed(0)
     kernel = torch.randn(64, 20, 3, 3, device=DEVICE).to(memory_format=torch.channels_last)
     wholes = [kernel, torch.randn(5000, device=DEVICE), torch.randn(40, 40, 3, 3, device=DEVICE)]
@@ -72,7 +73,7 @@ def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype) -> Non
     total, row = torch.tensor(3.0, device=DEVICE), torch.tensor([4], device=DEVICE)
     descent = FusedSGD(parameters, masters)
     loss, samples = torch.tensor(0.5, device=DEVICE), torch.tensor(6.0, device=DEVICE)
-    descent(gradients, 0.1, loss, total, samples, row)
+    descent(gradients, rate, loss, total, samples, row)
     for whole, copy, value in zip(wholes, copies, wanted, strict=True):
         torch.testing.assert_close(whole, value)
         torch.testing.assert_close(

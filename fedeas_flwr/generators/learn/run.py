@@ -58,6 +58,11 @@ _DATA = {
         "other",
         "CIFAR-100 (Krizhevsky, 2009), published without a licence, in use for research.",
     ),
+    "fashion-mnist": (
+        "that of the files: the official one in torchvision's",
+        "mit",
+        "Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), MIT.",
+    ),
 }
 
 _PRETRAINED = """- **Initial weights**: {start}, pretrained. Their model card describes the data that they were

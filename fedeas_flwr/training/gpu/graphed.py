@@ -28,6 +28,7 @@ from fedeas_flwr.common.errors import is_out_of_memory
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.augmentation import VIEWS, augment
 from fedeas_flwr.training.engine import (
+    LEARNING_RATE,
     LocalTrainingConfig,
     State,
     TrainResult,
@@ -299,10 +300,11 @@ class GraphedEngine:
         with self._autocast():
             loss = self._objective.loss(self._model, batch)
         gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
+        rate = batch.given.get(LEARNING_RATE, self.recipe.learning_rate)
         if self._fused_sgd:
-            self._fused_sgd(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
+            self._fused_sgd(gradients, rate, loss.detach(), self._loss, samples, self._row)
         else:
-            self._descend(gradients, batch.given)
+            self._descend(gradients, rate, batch.given)
             self._loss.add_(loss.detach() * samples)
             self._row.add_(1)
 
@@ -325,7 +327,7 @@ class GraphedEngine:
         return self._normalise(pixels), self._labels.index_select(0, chosen)
 
     @torch.no_grad()
-    def _descend(self, gradients: Sequence[torch.Tensor], given: Tensors) -> None:
+    def _descend(self, gradients: Sequence[torch.Tensor], rate: float | torch.Tensor, given: Tensors) -> None:
         """Take an SGD step, as torch.optim.SGD, on all parameters at once."""
         recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
         grads = self._weights.whole_gradients(gradients)
@@ -336,7 +338,7 @@ class GraphedEngine:
             torch._foreach_mul_(self._momentum, recipe.momentum)
             torch._foreach_add_(self._momentum, grads)
             grads = self._momentum
-        self._weights.descend(grads, recipe.learning_rate)
+        self._weights.descend(grads, rate)
 
 
 def fast_layers(model: nn.Module) -> Any:

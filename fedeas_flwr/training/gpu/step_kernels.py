@@ -175,7 +175,11 @@ def mean_of_first(count: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sgd_kernel(blocks, gradients, rate, loss, sum_of_losses, samples, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sgd_kernel(  # type: ignore[no-untyped-def]
+    blocks, gradients, rate, loss, sum_of_losses, samples, row, RATE_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr
+):
+    if RATE_ON_DEVICE:
+        rate = tl.load(rate)
     block = blocks + 5 * tl.program_id(0).to(tl.int64)
     start = tl.load(block + 1)
     master = tl.load(block + 2).to(tl.pointer_type(tl.float32))
@@ -223,20 +227,24 @@ class FusedSGD:
     def __call__(
         self,
         gradients: Sequence[torch.Tensor],
-        rate: float,
+        rate: float | torch.Tensor,
         loss: torch.Tensor,
         sum_of_losses: torch.Tensor,
         samples: torch.Tensor,
         row: torch.Tensor,
     ) -> None:
-        """Take the step, add ``loss`` × ``samples`` to the sum, and increment the row counter."""
+        """Take the step, add ``loss`` × ``samples`` to the sum, and increment the row counter.
+
+        A captured step contains a ``rate`` that is a number; it reads a float32 tensor anew at every replay.
+        """
         ordered = [_in_memory_order(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         self._addresses = [gradient.data_ptr() for gradient in ordered]
         if not (self._table.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.write_addresses()
         _sgd_kernel[(len(self._blocks),)](
-            self._blocks, self._table, rate, loss, sum_of_losses, samples, row, BLOCK=_BLOCK
-        )
+            self._blocks, self._table, rate, loss, sum_of_losses, samples, row,
+            RATE_ON_DEVICE=isinstance(rate, torch.Tensor), BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 def _blocks(number: int, parameter: torch.Tensor, master: torch.Tensor) -> list[tuple[int, int, int, int, int]]:

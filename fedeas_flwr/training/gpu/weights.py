@@ -83,8 +83,13 @@ class Weights:
         return whole
 
     @torch.no_grad()
-    def descend(self, directions: Sequence[torch.Tensor], rate: float) -> None:
-        """Add ``-rate`` times the directions to the masters, and update the model's copies."""
+    def descend(self, directions: Sequence[torch.Tensor], rate: float | torch.Tensor) -> None:
+        """Add ``-rate`` times the directions to the masters, and update the model's copies.
+
+        A captured step contains a number as it is; it reads a tensor anew at every replay.
+        """
+        if isinstance(rate, torch.Tensor):
+            directions, rate = torch._foreach_mul(list(directions), rate), 1.0
         dense = self._dense
         torch._foreach_add_(self.masters[:dense], list(directions[:dense]), alpha=-rate)
         self._half[: self._moving].copy_(self._whole[: self._moving])
