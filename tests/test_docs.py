@@ -151,6 +151,20 @@ def test_all_strategies_table_matches_the_committed_one() -> None:
     assert f"by {min(gains):.0f} to {max(gains):.0f} points" in text
 
 
+def test_audit_table_matches_the_committed_records() -> None:
+    text = (ROOT / "docs" / "generators.md").read_text()
+    found = [
+        json.loads((ROOT / f"results/audit-digits/{name}/audit.json").read_text()) for name in ("builtin", "control")
+    ]
+    assert [each["detected"] for each in found] == [
+        False,
+        True,
+    ] and "| memorisation | not detected | detected |" in text
+    for tests in zip(*(each["tests"].values() for each in found), strict=True):
+        cells = (f"{test['value']:.3f} ({test['low']:.3f} to {test['high']:.3f})" for test in tests)
+        assert f" | {' | '.join(cells)} |" in text
+
+
 def test_security_page_names_existing_tests() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

@@ -49,7 +49,7 @@ INNER_LAYERS = {
         {"learn"},
         {"opening"},
         {"quality", "service"},
-        {"ray_service"},
+        {"audit", "ray_service"},
         {"client_images"},
     ],
 }

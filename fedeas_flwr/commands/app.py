@@ -17,6 +17,7 @@ from typing import Annotated
 import click
 import typer
 
+from fedeas_flwr.commands.audit import audit
 from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
 from fedeas_flwr.commands.help import CLICK_SUGGESTS, WORKFLOW_HELP, OrderedGroup
@@ -52,6 +53,7 @@ app.add_typer(cache_app, name="cache", short_help="Manage generated images: ls, 
 app.add_typer(runs_app, name="runs", short_help="Manage run directories: ls, show, csv, prune, rm")
 app.command(short_help="Run a grid of experiments; repeat to finish the rest")(sweep)
 app.command(short_help="Reproduce the paper's tables and figures")(reproduce)
+app.command(short_help="Test whether a generator memorised its training images")(audit)
 app.command(short_help="Generate images to view, measure or use as a bank")(generate)
 app.command(short_help="Compare and plot runs: table, HTML page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="Set up real machines: init, register, check")

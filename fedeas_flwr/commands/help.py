@@ -18,7 +18,7 @@ CLICK_SUGGESTS = hasattr(click.exceptions, "NoSuchCommand")
 """Whether click suggests a similar command itself (since 8.4); typer would then suggest it a second time."""
 _ORDER = (
     *("quickstart", "doctor", "plan", "run", "resume", "sweep", "report", "reproduce", "runs", "evaluate", "export"),
-    *("train-generator", "generate", "cache", "deploy", "publish", "keys", "strategies"),
+    *("train-generator", "generate", "audit", "cache", "deploy", "publish", "keys", "strategies"),
 )
 WORKFLOW_HELP = """
 Typical workflow:

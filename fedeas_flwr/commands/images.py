@@ -225,7 +225,7 @@ def generate(
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
-    images = np.concatenate(list(_in_chunks(opened, samples)))
+    images = np.concatenate(list(sample_in_chunks(opened, samples)))
     seconds = time.perf_counter() - began
     with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, x=images, y=labels)
@@ -256,7 +256,7 @@ def generate(
             print(f"  {key.replace('_', ' '):<45} {_show(value)}")
 
 
-def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
+def sample_in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
     """Yield images in chunks of whole batches and print the time left every ten seconds."""
     from fedeas_flwr.generators.interface import batch_size, images_per_class
 

@@ -4,8 +4,8 @@ Other packages use the interface (`Generator`, `SampleId`, `batch_size`, `images
 `LazyGenerator`), `opening.py` (`open_generator`, `open_for_run`, `check_for_run`, `generator_warning`,
 `hash_input_files`), `ImageCache` and its maintenance, `fill.py`, a client's images (`local_images`), the generator of a
 process or a run (`own_generator`, `start_service`, `reserve_generator_gpu`), `independent_classifier`,
-`quality_report`, `check_bank_size`, `DiffusionGenerator` and `diffusion/model_folder.py`, `learn.run.train_generator`
-and `learn/builtin.py`.
+`quality_report`, `check_bank_size`, `DiffusionGenerator` and `diffusion/model_folder.py`, `learn.run.train_generator`,
+`learn/builtin.py` and `audit/`.
 """
 
 from fedeas_flwr.generators.interface import Generator, SampleId

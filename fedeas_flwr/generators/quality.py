@@ -74,6 +74,11 @@ def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
     """Return each image's Euclidean distance to the nearest train image, with pixels from 0 to 1."""
+    return nearest_images(images, train)[1]
+
+
+def nearest_images(images: Images, train: Images) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the position of each image's nearest train image, and its distance as in `nearest_distance`."""
     flat = train.reshape(len(train), -1).astype(np.float32)
     squares = (flat**2).sum(axis=1)
     nearest = np.empty(len(images), dtype=np.int64)
@@ -82,7 +87,7 @@ def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
         nearest[start : start + 256] = (squares - 2 * part @ flat.T).argmin(axis=1)
     # Near 0 the rounding of this expansion exceeds the distance, so compute the distance from the pixels.
     gaps = (images.reshape(len(images), -1).astype(np.float64) - flat[nearest]) / 255
-    return np.asarray(np.sqrt((gaps**2).sum(axis=1)))
+    return nearest, np.sqrt((gaps**2).sum(axis=1))
 
 
 def inception_distances(train: Images, images: Images, weights: Path) -> dict[str, float]:

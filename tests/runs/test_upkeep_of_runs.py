@@ -173,7 +173,7 @@ def test_generation_in_chunks_keeps_images_and_prints_time_left(
 
     monkeypatch.setattr(images_command, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
-    chunks: Any = list(images_command._in_chunks(Counting(), samples))  # type: ignore[arg-type]
+    chunks: Any = list(images_command.sample_in_chunks(Counting(), samples))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [2] * 10 + [1] and np.concatenate(chunks).tolist() == list(range(21))
     expected = ["21 images, 2 at a time", "2 of 21 images, about 3 min left", "4 of 21 images, about 2 min left"]
     assert capsys.readouterr().err.splitlines()[:3] == expected  # 19 × 8 s, 17 × 8 s
@@ -188,6 +188,6 @@ def test_fast_generator_gets_four_batches_at_a_time(capsys: pytest.CaptureFixtur
 
     for wanted, sizes in ((21, [2, 8, 8, 3]), (2, [2]), (1, [1])):
         samples = [SampleId(0, 0, 0, index) for index in range(wanted)]
-        chunks: Any = list(images_command._in_chunks(Quick(), samples))  # type: ignore[arg-type]
+        chunks: Any = list(images_command.sample_in_chunks(Quick(), samples))  # type: ignore[arg-type]
         assert [len(chunk) for chunk in chunks] == sizes and np.concatenate(chunks).tolist() == list(range(wanted))
     assert capsys.readouterr().err.splitlines() == ["21 images, 2 at a time"]
