@@ -1,42 +1,36 @@
 """The ClientApp: plan once, generate missing images, train on real and synthetic images, reply.
 
 The same code runs under Ray, inline and on a SuperNode. A client uses its own data, the run-config and the message;
-federation/client_state.py and generators/cache.py keep its state between rounds. Module state only caches engines and
-evaluation networks.
+federation/client_state.py and generators/cache.py keep its state between rounds.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.npy import to_numpy
-from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
-from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
+from fedeas_flwr.federation.learners import find_learner
+from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
-from fedeas_flwr.strategies.registry import client_part, find_algorithm
-from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
-from fedeas_flwr.training.evaluation import Evaluator
-from fedeas_flwr.training.models import Normaliser
+from fedeas_flwr.strategies.registry import find_algorithm
 
 logger = logging.getLogger(__name__)
 app = ClientApp()
@@ -117,8 +111,7 @@ def train_client(message: Message, context: Context) -> Message:
     local = local_images(config, data, node, generate, copies, task.service, state.generator, device)
     generated = time.perf_counter()
 
-    # 4. Train with the algorithm's objective.
-    algorithm = client_part(config)
+    # 4. Train the classifier with the algorithm's objective, or the denoiser.
     client_round = ClientRound(
         config=config,
         number=task.round,
@@ -129,25 +122,18 @@ def train_client(message: Message, context: Context) -> Message:
         extra=messages.read_extra(message),
         memory=state.memory,
         labels=local.labels,
-        steps=local_training_config(config).steps(len(local.labels)),
     )
-    common = common_inputs(config, data.num_classes, local.labels, task.round, node.client)
-    inputs = algorithm.prepare(client_round) | common
-    batches = stream(config.seed, "batches", task.round, node.client)
-    with _engines.borrow(config, device, algorithm.objective) as engine:
-        result, *trained = engine.train(trainable, buffers, local.images, local.labels, batches, inputs)
-    new_trainable, new_buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
-    finished = algorithm.finish(client_round, new_trainable, new_buffers)
+    trained = find_learner(config).train(client_round, local.images, by_reference)
 
     # 5. Save the state after this round, and reply.
-    new_state = replace(state, memory=finished.memory, generator=local.generator)
+    new_state = replace(state, memory=trained.algorithm.memory, generator=local.generator)
     still_needed = task.accepted_round, task.checkpointed_round, task.previous_checkpointed_round
     store.save(task.round, new_state, still_needed)
     report = TrainReport(
         client=node.client,
         examples=len(data.partition.train[node.part]),
-        loss=result.loss,
-        steps=result.steps,
+        loss=trained.result.loss,
+        steps=trained.result.steps,
         generated=sum(generate),
         made=local.made,
         seconds_generating=generated - started,
@@ -155,22 +141,18 @@ def train_client(message: Message, context: Context) -> Message:
         rejected=local.rejected,
         not_made=state.not_made,
     )
-    extra = finished.extra if by_reference else to_numpy(finished.extra)
-    return messages.train_reply(message, report, new_trainable, new_buffers, extra)
+    extra = trained.algorithm.extra if by_reference else to_numpy(trained.algorithm.extra)
+    return messages.train_reply(message, report, trained.trainable, trained.buffers, extra)
 
 
 @app.evaluate()
 @reply_with_errors
 def evaluate_client(message: Message, context: Context) -> Message:
-    """Evaluate the global model on this client's own test images."""
+    """Evaluate the global model on images that this client does not train on."""
     config, node = _open(context)
-    data = local_data(config, node)
-    device = configure_torch(config.device, config.precision)
-    images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
-    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-    evaluator = Evaluator(_evaluation_model(config, device), images, labels, data.num_classes, normalise)
-    result = evaluator.evaluate(*messages.read_model(message))
-    return messages.evaluate_reply(message, EvaluateReport(node.client, result.examples, result.correct, result.loss))
+    data, device = local_data(config, node), configure_torch(config.device, config.precision)
+    report = find_learner(config).evaluate(config, data, node, device, *messages.read_model(message))
+    return messages.evaluate_reply(message, report)
 
 
 def data_changed(config: RunConfig, client: int, state: ClientState, counts: Sequence[int]) -> bool:
@@ -222,23 +204,3 @@ def _show_log() -> None:
 def _parse_once(run_config: tuple[tuple[str, Any], ...]) -> RunConfig:
     """Return the validated run-config, which is the same in every message of a run."""
     return parse_config(dict(run_config))
-
-
-_engines = EnginePool()
-
-
-class _ThreadLocal(threading.local):
-    """This thread's evaluation network and its config; the weights come with every message."""
-
-    config: RunConfig | None = None
-    network: torch.nn.Module
-
-
-_evaluation = _ThreadLocal()
-
-
-def _evaluation_model(config: RunConfig, device: str) -> torch.nn.Module:
-    """Return this thread's network for evaluation, built once per config."""
-    if _evaluation.config != config:
-        _evaluation.network, _evaluation.config = build_network(config).to(device), config
-    return _evaluation.network

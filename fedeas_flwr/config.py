@@ -122,11 +122,8 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-class RunConfig(BaseModel):
-    """The complete, validated config of one run. The defaults run the built-in digits example.
-
-    The text under a key is its description in `fedeas keys`.
-    """
+class _Table(BaseModel):
+    """Keys with their defaults, ranges and descriptions."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -137,6 +134,52 @@ class RunConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a value of the key's type, not true or false")
+        if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
+            raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
+        return value
+
+
+class GeneratorTraining(_Table):
+    """The table `[generator-training]`: how clients train a diffusion model if `task` is generator."""
+
+    preset: Literal["auto", "digits", "cifar-small", "paper"] = "auto"
+    """network, noise schedule and loss, as in `fedeas train-generator`; auto: digits for digits, otherwise
+    cifar-small"""
+    local_steps: int = Field(20, ge=1, le=100_000)
+    """training steps per client and round"""
+    batch_size: int = Field(64, ge=1, le=65_536)
+    """images per training step, drawn with replacement"""
+    small_clients: Literal["replace", "skip"] = "replace"
+    """clients with fewer images than a batch; replace: they train as the others do, skip: they do not train"""
+    learning_rate: float = Field(0.0, ge=0, le=10)
+    """Adam step size after the warm-up; it falls to 0 after the last round by a cosine; 0: the preset's"""
+    warm_up: int = Field(1, ge=0, le=100_000)
+    """rounds in which the learning rate rises linearly"""
+    average_moments: bool = True
+    """send Adam's moments with the model and average them too, which triples the traffic; false: they start at 0 in
+    every round"""
+    ema_decay: float = Field(0.985, ge=0, lt=1)
+    """decay per round of the server's moving average of the weights, which becomes the generator"""
+    held_out: float = Field(0.0, ge=0, le=0.5)
+    """fraction of each client's images that it does not train on; evaluation = federated measures the loss on them"""
+
+
+class RunConfig(_Table):
+    """The complete, validated config of one run. The defaults run the built-in digits example.
+
+    The text under a key is its description in `fedeas keys`.
+    """
+
+    task: Literal["classifier", "generator"] = "classifier"
+    """what the federation trains: a classifier, or a class-conditional diffusion model, which is written as folder
+    `generator` of the run directory"""
+    generator_training: GeneratorTraining = GeneratorTraining.model_validate({})
+    """how clients train a diffusion model"""
     dataset: str = "digits"
     """images that the clients hold: digits, cifar10, cifar100, fashion-mnist, own:PATH for a custom folder or .npz
     file, or hf:PATH for a Hugging Face dataset"""
@@ -332,15 +375,6 @@ class RunConfig(BaseModel):
     gpu_share: float = Field(0.0, ge=0, le=1)
     """`fedeas run` only: fraction of a GPU per client under Ray; 0: equal parts for all `actors`"""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("a value of the key's type, not true or false")
-        if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
-            raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
-        return value
-
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, value: str) -> str:
@@ -397,7 +431,8 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
         HfSpec.parse(self.dataset)
-        if self.evaluation == "federated" and self.protocol != "paper":
+        self._check_task()
+        if self.evaluation == "federated" and self.protocol != "paper" and self.task == "classifier":
             raise ValueError(
                 "evaluation = 'federated' needs protocol = 'paper': with 'clean', clients have no test data"
             )
@@ -427,6 +462,24 @@ class RunConfig(BaseModel):
                 f"generator = 'builtin' generates digits only; for {self.dataset} give a folder in diffusers format"
             )
         return self
+
+    def _check_task(self) -> None:
+        if self.task == "classifier":
+            return
+        if self.policy != "none":
+            raise ValueError(
+                f"policy = '{self.policy}': must be none with task = 'generator', which trains on real images"
+            )
+        if self.evaluation == "federated" and not self.generator_training.held_out:
+            raise ValueError(
+                "evaluation = 'federated' needs generator-training.held-out above 0 with task = 'generator': clients "
+                "evaluate on images that they hold out"
+            )
+        if self.dp != "none" and self.generator_training.average_moments:
+            raise ValueError(
+                f"dp = '{self.dp}' needs generator-training.average-moments = false: Adam's moments would be sent "
+                "without noise"
+            )
 
     @property
     def generates(self) -> bool:
@@ -472,14 +525,19 @@ class RunConfig(BaseModel):
 
     def to_user_dict(self) -> dict[str, Any]:
         """Return the config as users write it: kebab-case keys, plain values."""
-        return self.model_dump(by_alias=True)
+        return _flatten(self.model_dump(by_alias=True))
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """Return a validated copy with some fields changed."""
         return parse_config({**self.to_user_dict(), **{_key(k): v for k, v in changes.items()}})
 
 
-KEYS: tuple[str, ...] = tuple(_key(name) for name in RunConfig.model_fields)
+TABLES: dict[str, type[BaseModel]] = {"generator-training": GeneratorTraining}
+"""Nested tables of the run-config. Their keys are written ``table.key``, as Flower passes them."""
+KEYS: tuple[str, ...] = (
+    *(key for name in RunConfig.model_fields if (key := _key(name)) not in TABLES),
+    *(f"{table}.{_key(name)}" for table, model in TABLES.items() for name in model.model_fields),
+)
 TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items() if field.annotation is str)
 """Keys whose value may be any text, even one that looks like a number or a date."""
 
@@ -489,13 +547,25 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
     ConfigError names in one line an unknown key, or a key, its value and what is allowed.
     """
-    for key in values:
+    nested: dict[str, Any] = {}
+    for key, value in _flatten(values).items():
         if key not in KEYS:
-            raise ConfigError(unknown_key(key, values[key], KEYS))
+            raise ConfigError(unknown_key(key, value, KEYS))
+        table, dot, name = key.rpartition(".")
+        (nested.setdefault(table, {}) if dot else nested)[name] = value
     try:
-        return RunConfig.model_validate(dict(values))
+        return RunConfig.model_validate(nested)
     except ValidationError as error:
         raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of nested tables as ``table.key``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = key in TABLES and isinstance(value, Mapping)
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if nested else {key: value}
+    return flat
 
 
 def unknown_key(key: str, value: Any, known: Sequence[str], listed: str = "`fedeas keys` lists them all") -> str:
@@ -519,4 +589,4 @@ def _one_line(error: Any) -> str:
     message = message.removeprefix("Input should be ").removeprefix("must be ")
     near = difflib.get_close_matches(str(error["input"]).lower(), re.findall(r"[a-z][\w-]+", message), n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{_key(str(error['loc'][0]))} = {error['input']!r}: must be {message}{hint}"
+    return f"{'.'.join(map(str, error['loc']))} = {error['input']!r}: must be {message}{hint}"

@@ -9,14 +9,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, RunConfig
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, TABLES, RunConfig
 from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
 from fedeas_flwr.policies import POLICIES, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
 _UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}
 _WORDS = ("type", "enum", *_LOWER_BOUNDS, *_UPPER_BOUNDS)
-_SCHEMA: dict[str, dict[str, Any]] = RunConfig.model_json_schema()["properties"]
+_SCHEMA: dict[str, dict[str, Any]] = {
+    **{key: field for key, field in RunConfig.model_json_schema()["properties"].items() if key not in TABLES},
+    **{
+        f"{table}.{key}": field
+        for table, model in TABLES.items()
+        for key, field in model.model_json_schema()["properties"].items()
+    },
+}
 _ANY = {"integer": "n", "number": "x", "boolean": "true, false", "string": "text"}
 
 
@@ -86,6 +93,11 @@ STRATEGY_KEYS = {
 """Strategy → the keys that only this strategy reads."""
 _SWITCHES = ("disclose-mean-images", "disclose-label-counts")
 """Switches that a strategy either requires to be true or ignores."""
+_CLASSIFIER_KEYS = (
+    *("local-epochs", "batch-size", "min-batch", "loss", "views", "learning-rate", "learning-rate-schedule"),
+    *("momentum", "weight-decay", "engine", "precision", "model", "stem", "weights", "threshold"),
+)
+"""Keys without effect if the federation trains a generator."""
 _ADAPTIVE_DP_KEYS = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
 
 
@@ -111,6 +123,10 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
         unused.update(_ADAPTIVE_DP_KEYS)
     if config.dp == "none":
         unused.update(key for key in config.to_user_dict() if key.startswith("dp-"))
+    if config.task == "classifier":
+        unused.update(key for key in config.to_user_dict() if key == "task" or key.startswith("generator-training."))
+    else:
+        unused.update(_CLASSIFIER_KEYS)
     if config.loss != "logit-adjusted":
         unused.add("logit-adjustment-tau")
     if config.model != "resnet18":

@@ -34,6 +34,7 @@ from fedeas_flwr.federation.delivery import is_simulated
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.flwr_run import is_plain_run, log_surroundings, warn_without_gpu_share
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.generators.opening import generator_warning, hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
@@ -42,9 +43,6 @@ from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import describe_result
 from fedeas_flwr.strategies.registry import build_strategy
-from fedeas_flwr.training.build import build_network
-from fedeas_flwr.training.evaluation import central_test
-from fedeas_flwr.training.models import split_state
 
 log = logging.getLogger("flwr").log
 
@@ -105,7 +103,7 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
     if warning:
         log(WARNING, "%s", warning)
     run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config), warning)
-    config = config.with_changes(clients=count_clients(grid, config))
+    config, learner = config.with_changes(clients=count_clients(grid, config)), find_learner(config)
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
     federation.restore(start)
     federation.clients.manager.keys = read_node_keys()
@@ -117,13 +115,14 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         federation.clients.plan()
         counts = planned_counts(config, config.clients) if is_simulated(grid) else None
         log(INFO, "Plan: %s", describe_plan(config, counts))
-        test = central_test(config, config.clients, device) if config.evaluation == "central" else None
+        test = learner.central_test(config, device) if config.evaluation == "central" else None
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
             start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
         federation.stopped = callbacks.start_run(config, run.rounds())
         federation.on_round_end = callbacks.end_round
         federation.fit(start, test)
+    learner.finish(config, run)
     callbacks.end_run(run.summary())
 
 
@@ -206,7 +205,7 @@ def format_error(error: BaseException) -> str:
 
 def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:
     """Return the checkpoint of a resumed run if it has one, else the untrained model."""
-    trainable, buffers = split_state(build_network(config))
+    trainable, buffers = find_learner(config).initial_state(config)
     checkpoint = run.load_checkpoint() if config.resume else None
     if checkpoint is None:
         checkpoint = Checkpoint(0, trainable, buffers)
@@ -217,6 +216,7 @@ def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:
         checkpoint,
         trainable={key: checkpoint.trainable[key] for key in trainable},
         buffers={key: checkpoint.buffers[key] for key in buffers},
+        average={key: checkpoint.average[key] for key in trainable if checkpoint.average},
     )
 
 
@@ -230,7 +230,7 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
     def move(arrays: Arrays) -> dict[str, Any]:
         return {key: torch.from_numpy(np.array(array)).to(device) for key, array in arrays.items()}
 
-    return replace(state, trainable=move(state.trainable), buffers=move(state.buffers))
+    return replace(state, trainable=move(state.trainable), buffers=move(state.buffers), average=move(state.average))
 
 
 def _client_state_flusher(device: str) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from runners import run_in_process
 
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.config import KEYS, SAMPLER_STEPS, RunConfig, parse_config
+from fedeas_flwr.config import KEYS, SAMPLER_STEPS, TABLES, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config, read_values
 from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_pyproject_defaults_equal_the_configs() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    shipped |= {f"{table}.{key}": value for table in TABLES for key, value in shipped.pop(table).items()}
     defaults = parse_config({}).to_user_dict()
     assert shipped == defaults
     assert {k: type(v) for k, v in shipped.items()} == {k: type(v) for k, v in defaults.items()}

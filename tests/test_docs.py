@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedeas_flwr.config import KEYS, STRATEGIES, RunConfig, parse_config
+from fedeas_flwr.config import STRATEGIES, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.config_keys import STRATEGY_KEYS, run_keys
 from fedeas_flwr.federation.flower_internals import parse_config_args
@@ -49,7 +49,9 @@ def test_strategies_times_match_the_committed_record() -> None:
 
 def test_strategy_keys_are_run_config_keys() -> None:
     owned = [key for keys in STRATEGY_KEYS.values() for key in keys]
-    assert sorted(owned) == sorted(key for key in KEYS if "of" in RunConfig.model_json_schema()["properties"][key])
+    assert sorted(owned) == sorted(
+        key for key, field in RunConfig.model_json_schema()["properties"].items() if "of" in field
+    )
     for name in STRATEGIES:
         disclosure = find_algorithm(name).disclosure
         assert disclosure is None or disclosure.key in STRATEGY_KEYS[name]

@@ -58,7 +58,15 @@ INNER_LAYERS = {
 FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
 TORCH = {
     *("common/devices", "common/cuda", "callbacks/tensorboard", "training", "generators", "strategies"),
-    *("federation/dissimilarity", "federation/augmenter", "client_app", "server_app", "launch/resources", "doctor"),
+    *(
+        "federation/dissimilarity",
+        "federation/augmenter",
+        "federation/learners",
+        "client_app",
+        "server_app",
+        "launch/resources",
+        "doctor",
+    ),
 }
 RAY = {"generators/ray_service"}
 """Packages and files that may import a heavy library."""

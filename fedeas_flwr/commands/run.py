@@ -20,7 +20,8 @@ from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.partition import DIRICHLET
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import score_name
+from fedeas_flwr.runs.files import GENERATOR
+from fedeas_flwr.runs.metrics import describe_result, score_name
 
 
 def run(
@@ -79,7 +80,7 @@ def start(config: RunConfig) -> RunDirectory:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped before the run started; to start it, repeat the same command") from None
     console.print(
-        f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
+        f"{_method(config)} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
         f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
         highlight=False,
         soft_wrap=True,
@@ -96,12 +97,11 @@ def start(config: RunConfig) -> RunDirectory:
 def print_summary(run: RunDirectory) -> None:
     """Print a finished run's accuracy, number of images, why it stopped early, gaps, privacy spent and warnings."""
     summary = run.summary()
-    score, final, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "final", "peak"))
-    images = counted(summary["total_generated"], "image")
-    lacking = sum(item["images"] for item in summary.get("not_made", []))
-    limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
-    accuracy = f"accuracy: {score_name([summary['rounds']])} {score} · final {final} · peak {peak}"
-    console.print(f"{accuracy} · {images} generated{limited}", highlight=False, soft_wrap=True)
+    if "final_loss" in summary:
+        console.print(describe_result(summary), highlight=False, soft_wrap=True)
+        console.print(f"generator: {run.path / GENERATOR}", highlight=False, soft_wrap=True)
+    else:
+        console.print(_describe_accuracy(summary), highlight=False, soft_wrap=True)
     if "stopped" in summary:
         stopped = f"stopped after round {summary['rounds']} of {run.config().rounds} by {summary['stopped']}"
         console.print(stopped, highlight=False, soft_wrap=True)
@@ -111,6 +111,15 @@ def print_summary(run: RunDirectory) -> None:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
     for name, why in run.warnings().items():
         console.print(f"warning: callback {name} failed in {why}", highlight=False, soft_wrap=True)
+
+
+def _describe_accuracy(summary: dict[str, Any]) -> str:
+    score, final, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "final", "peak"))
+    images = counted(summary["total_generated"], "image")
+    lacking = sum(item["images"] for item in summary.get("not_made", []))
+    limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
+    accuracy = f"accuracy: {score_name([summary['rounds']])} {score} · final {final} · peak {peak}"
+    return f"{accuracy} · {images} generated{limited}"
 
 
 def show_privacy(spent: dict[str, Any]) -> str:
@@ -123,10 +132,15 @@ def show_privacy(spent: dict[str, Any]) -> str:
 def run_name(config: RunConfig) -> str:
     """Return a folder name made of the dataset, clients, α, policy, strategy and seed."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
-    methods = [import_path.short_name(name) for name in (config.policy, config.strategy)]
+    methods = [import_path.short_name(name) for name in (_method(config), config.strategy)]
     partition = f"a{config.alpha:g}" if config.partition == DIRICHLET else import_path.short_name(config.partition)
     words = [f"k{config.clients}", partition, *methods, *more, f"s{config.seed}"]
     return "-".join([short_name(config.dataset), *words])
+
+
+def _method(config: RunConfig) -> str:
+    """Return the policy or, if a generator is trained, the task."""
+    return config.policy if config.task == "classifier" else config.task
 
 
 @contextmanager

@@ -8,19 +8,31 @@ from typing import Annotated
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console
+from fedeas_flwr.commands.output import check_folder, console, reject_options
+from fedeas_flwr.commands.run import run
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.data.datasets import dataset_info
 
 
 def train_generator(
+    context: typer.Context,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="with --federated: key=value …; `fedeas keys` lists the keys")
+    ] = None,
+    federated: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONF",
+            help="train by a federation, on each client's own images, as a run with the keys of this TOML file",
+        ),
+    ] = None,
     dataset: Annotated[
         str,
         typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH; uses only the train split"),
-    ],
+    ] = "",
     out: Annotated[
-        Path, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
-    ],
+        Path | None, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="stop after this many minutes in total")] = None,
     steps: Annotated[
         int | None, typer.Option(help="stop after this many steps in total; default: the preset's")
@@ -42,7 +54,21 @@ def train_generator(
     ] = None,
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
-    """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
+    """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint.
+
+    With --federated it is a run: --out is the run directory, which gets a folder `generator`, and `fedeas resume`
+    continues it.
+    """
+    if federated is not None:
+        names = {parameter.name for parameter in context.command.params} - {"overrides", "federated", "out"}
+        reject_options(context, names, "a key of the run-config sets it with --federated")
+        run(federated, [*(["run-dir=" + str(out)] if out else []), "task=generator", "policy=none", *(overrides or [])])
+        return
+    if overrides or not dataset or out is None:
+        what = (
+            f"{overrides[0]}: key=value needs --federated" if overrides else "give --dataset and --out, or --federated"
+        )
+        raise ConfigError(what)
     from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.generators.learn.presets import find_preset
     from fedeas_flwr.generators.learn.run import read_preset_name

@@ -23,6 +23,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver
+from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -117,7 +118,7 @@ class Federation:
             self._checkpoint_last_recorded_round()
             raise
         self._checkpoint_last_recorded_round()  # of a run that was stopped; otherwise it was due
-        self.run.save_model({**state.trainable, **state.buffers})
+        self.run.save_model({key: array for arrays in state.result() for key, array in arrays.items()})
         spent = self._privacy_spent(state)
         self.run.save_summary(
             {
@@ -172,7 +173,8 @@ class Federation:
             self._recorded = state
             if checkpoint_due:
                 self._checkpoint(state)
-            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, measured["accuracy"])
+            score = "accuracy" if "accuracy" in measured else "loss"
+            log(INFO, "[round %d/%d] %s %.4f", state.round, self.config.rounds, score, measured[score])
             self.stopped = self.on_round_end(record) or ""
 
         def finish_round_logging_errors() -> None:
@@ -195,7 +197,7 @@ class Federation:
         gamma_hat = outcome.gamma_hat() if outcome.gamma_hat is not None else None
         measured = time.perf_counter()
         if test is not None:
-            scores = test(state.trainable, state.buffers)
+            scores = test(*state.result())
         else:
             online = self.clients.manager.available(sorted(self.clients.nodes))
             nodes = {client: self.clients.nodes[client] for client in online}
@@ -259,7 +261,7 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     RunError
         If fewer clients reply than `min-replies` requires, or none has test images.
     """
-    model, buffers = to_record(state.trainable), to_record(state.buffers)
+    model, buffers = map(to_record, state.result())
     questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
     replies = deliver(grid, questions, config.round_timeout)
     reports, failed = [], f"no reply within {config.round_timeout:g} s"
@@ -282,16 +284,7 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     reports = sorted((report for report in reports if report.examples), key=lambda report: report.client)
     if not reports:
         raise RunError("evaluation: no client has test data of its own")
-    examples = sum(report.examples for report in reports)
-    accuracies = {report.client: report.correct / report.examples for report in reports}
-    worst = min(accuracies, key=lambda client: accuracies[client])
-    return {
-        "accuracy": sum(report.correct for report in reports) / examples,
-        "mean_client_accuracy": sum(accuracies.values()) / len(accuracies),
-        "worst_client_accuracy": accuracies[worst],
-        "worst_client": worst,
-        "loss": sum(report.loss * report.examples for report in reports) / examples,
-    }
+    return find_learner(config).scores(reports)
 
 
 class BackgroundTask:

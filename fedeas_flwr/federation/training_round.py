@@ -130,14 +130,16 @@ class TrainingRounds:
         buffers = weighted_average([reply.buffers for reply in accepted], [report.examples for report in reports])
 
         self._steps |= {report.client: report.steps for report in reports}
+        trainable = cast_like(to_arrays(arrays), state.trainable)
         new_state = Checkpoint(
             round=number,
-            trainable=cast_like(to_arrays(arrays), state.trainable),
+            trainable=trainable,
             buffers=buffers,
             accepted=state.accepted | {report.client: number for report in reports},
             generated=state.generated | {report.client: report.generated for report in reports},
             shares=state.shares,
             strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
+            average=self._average(state, trainable) if self.config.task == "generator" else {},
         )
         seconds = {
             "clients": received - started,
@@ -184,6 +186,12 @@ class TrainingRounds:
             return -self._steps.get(client, 2**63), client
 
         return sorted(out, key=order)
+
+    def _average(self, state: Checkpoint, trainable: Arrays) -> Arrays:
+        """Return the moving average of the weights; its decay rises over the rounds, as that of diffusers' EMAModel."""
+        number = state.round + 1
+        decay = min(self.config.generator_training.ema_decay, number / (9 + number)) if state.average else 0.0
+        return weighted_average([state.average or trainable, trainable], [decay, 1 - decay])
 
     def _log_generation(self, number: int, online: Sequence[int], state: Checkpoint) -> None:
         """Log which clients generate images before they train, with the bound that the server knows."""

@@ -126,7 +126,7 @@ def check_for_run(config: RunConfig, device: str) -> None:
     from fedeas_flwr.generators.diffusion.model_folder import read_model
     from fedeas_flwr.generators.diffusion.sampler import Settings
     from fedeas_flwr.generators.learn.builtin import builtin_folder
-    from fedeas_flwr.generators.learn.trainer import TIMESTEPS
+    from fedeas_flwr.generators.learn.denoiser import TIMESTEPS
 
     info = dataset_info(config.dataset)
     classes, built_in = len(info.classes), kind == "builtin"

@@ -17,6 +17,7 @@ from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import absolute_paths
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
+from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
@@ -55,7 +56,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     counts = planned_counts(config, config.clients, show_tries(console))
     check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
-    build_network(config)
+    find_learner(config).initial_state(config)
     if config.generates:
         if config.generator_spec.kind == "builtin":
             ensure_digits_generator(console)
@@ -106,8 +107,8 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
         print_generator_warning(config, console)
-    for config in _differing(configs, "dataset", "model", "stem", "weights"):
-        build_network(config)
+    for config in _differing(configs, "task", "generator_training", "dataset", "model", "stem", "weights"):
+        find_learner(config).initial_state(config)
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
@@ -202,6 +203,9 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     config = run.config()
     arrays = run.load_model()
     run.check_classes(config.dataset, dataset_info(config.dataset).classes)
+    device = configure_torch(config.device, config.precision)
+    if config.task == "generator":
+        return find_learner(config).central_test(config, device)(arrays, {})
     model = build_network(config)
     try:
         copy_state(model, arrays, {})
@@ -209,5 +213,5 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
         reason = str(error).removeprefix("state: ")
         raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {reason}") from None
     trainable, buffers = split_state(model)
-    test = central_test(config, config.clients, configure_torch(config.device, config.precision))
+    test = central_test(config, config.clients, device)
     return test(trainable, buffers)

@@ -179,7 +179,10 @@ class RoundProgress:
             self._console.print(f"  {done}{remaining}", highlight=False)
 
     def _show(self, record: dict[str, Any], now: float) -> None:
-        scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
+        if "accuracy" in record:
+            scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
+        else:
+            scores = f"loss {record['loss']:.5f}"
         if record["failures"]:
             scores += f"  {len(record['failures'])} failed"
         if self._bar is not None:

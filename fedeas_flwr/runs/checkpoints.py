@@ -31,11 +31,18 @@ class Checkpoint:
     shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     """Client → its share of a matched budget (`policies.Share`), computed once per run."""
     strategy: StrategyState = field(default_factory=StrategyState)
+    average: Arrays = field(default_factory=dict)
+    """Moving average of the trainable arrays over the rounds; empty unless a generator is trained."""
+
+    def result(self) -> tuple[Arrays, Arrays]:
+        """Return the trainable arrays and buffers that are evaluated and saved: the average's, if there is one."""
+        return (self.average, {}) if self.average else (self.trainable, self.buffers)
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint, run: str) -> None:
     """Write a checkpoint of the run with identity ``run``; a reader sees the old file or the new one, never a part."""
     parts = {"trainable": checkpoint.trainable, "buffers": checkpoint.buffers, "strategy": checkpoint.strategy.arrays}
+    parts["average"] = checkpoint.average
     state = {
         "round": checkpoint.round,
         "accepted": checkpoint.accepted,
@@ -65,6 +72,7 @@ def read_checkpoint(path: Path, run: str) -> Checkpoint:
             generated={int(k): int(v) for k, v in state["generated"].items()},
             shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state["shares"].items()},
             strategy=StrategyState(_under("strategy/", arrays), dict(state["strategy"])),
+            average=_under("average/", arrays),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"it holds no server state ({type(error).__name__}: {error})"

@@ -9,6 +9,7 @@ clients/ID/            state of client ID between rounds (simulation; see federa
 identity               the run's unique name, also in its checkpoint and in the folders of nodes (data/node.py)
 noise-key              the secret key of the noise of `dp`, readable by its owner only, and its releases
 model.safetensors      the final model
+generator/             the trained generator in diffusers' format (`task = "generator"`)
 summary.json           the results in a few numbers
 tensorboard/           the rounds in TensorBoard's format (`callbacks = "tensorboard"`)
 service.json           process and statistics of the generator that all clients share (simulation under Ray)
@@ -32,10 +33,14 @@ STATUS_LOCK = ".status.lock"
 CHECKPOINT, PREVIOUS_CHECKPOINT = "checkpoint.safetensors", "checkpoint-previous.safetensors"
 WARNING = "generator_warning"
 """Key of config.json."""
+GENERATOR = "generator"
 _SWEEP_FILES = ("run.toml", "output.log")
 _START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
-_IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
+_IN_FOLDERS = (
+    *("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*"),
+    *(f"{GENERATOR}/{name}" for name in ("README.md", "unet/*", "scheduler/*")),
+)
 _FILES = (
     CHECKPOINT,
     PREVIOUS_CHECKPOINT,
@@ -96,8 +101,18 @@ def remove_files(folder: Path, files: Sequence[Path]) -> int:
     freed = sum(path.stat().st_size for path in files)
     for path in files:
         path.unlink()
-    for emptied in (*folder.glob("clients/*"), folder / "clients", folder / "tensorboard", folder):
+    for emptied in (
+        *folder.glob("clients/*"),
+        folder / "clients",
+        folder / "tensorboard",
+        *_generator_folders(folder),
+        folder,
+    ):
         if emptied.is_dir() and not emptied.is_symlink():
             with suppress(OSError):  # not empty
                 emptied.rmdir()
     return freed
+
+
+def _generator_folders(folder: Path) -> tuple[Path, ...]:
+    return folder / GENERATOR / "unet", folder / GENERATOR / "scheduler", folder / GENERATOR

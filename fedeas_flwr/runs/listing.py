@@ -99,7 +99,9 @@ def describe(run: RunDirectory) -> dict[str, Any]:
         config = run.config()
         row["rounds"] = config.rounds
         if summary := summarise_so_far(run, config):
-            row |= {key: summary[key] for key in ("last_20", "final", "peak")} | {"images": summary["total_generated"]}
+            row |= {key: summary.get(key) for key in ("last_20", "final", "peak")} | {
+                "images": summary["total_generated"]
+            }
             row |= {"missing_replies": summary["failures"], "gaps": summary.get("gaps", "")}
             row["stopped"] = summary.get("stopped", "")
     except RunError as error:

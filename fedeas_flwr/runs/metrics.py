@@ -81,29 +81,44 @@ def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
 
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
     """Return the summary of a run's round records."""
-    accuracies = [float(r["accuracy"]) for r in rounds]
+    scores = _accuracy_scores(rounds, threshold) if "accuracy" in rounds[-1] else _loss_scores(rounds)
     dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})
     not_made, gaps = images_not_made(rounds), describe_gaps(rounds)
     return {
         "rounds": len(rounds),
-        "last_20": last_20(accuracies),
-        "peak": max(accuracies),
-        "peak_round": int(np.argmax(accuracies)) + 1,
-        "final": accuracies[-1],
+        **scores,
         "total_generated": int(rounds[-1]["generated"]),
         **({"not_made": not_made} if not_made else {}),
         "gamma_hat": float(np.median(dissimilarities)) if dissimilarities else None,
-        "threshold": threshold,
-        "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),
         **({"gaps": gaps} if gaps else {}),
         "seconds": {phase: round(sum(r["seconds"].get(phase, 0.0) for r in rounds), 3) for phase in phases},
     }
 
 
+def _accuracy_scores(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
+    accuracies = [float(r["accuracy"]) for r in rounds]
+    return {
+        "last_20": last_20(accuracies),
+        "peak": max(accuracies),
+        "peak_round": int(np.argmax(accuracies)) + 1,
+        "final": accuracies[-1],
+        "threshold": threshold,
+        "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
+    }
+
+
+def _loss_scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    losses = [float(r["loss"]) for r in rounds]
+    return {"final_loss": losses[-1], "best_loss": min(losses), "best_loss_round": int(np.argmin(losses)) + 1}
+
+
 def describe_result(summary: Mapping[str, Any]) -> str:
-    """Return a run's final and peak accuracy and its number of images in one line."""
+    """Return a run's final and best score, and for a classifier its number of images, in one line."""
+    if "final_loss" in summary:
+        best = f"best {summary['best_loss']:.5f} in round {summary['best_loss_round']}"
+        return f"held-out loss {summary['final_loss']:.5f} after {counted(summary['rounds'], 'round')} ({best})"
     rounds, images = counted(summary["rounds"], "round"), counted(summary["total_generated"], "image")
     peak = f"peak {100 * summary['peak']:.1f} % in round {summary['peak_round']}"
     return f"accuracy {100 * summary['final']:.1f} % after {rounds} ({peak}), {images} generated"

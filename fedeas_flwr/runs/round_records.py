@@ -58,6 +58,8 @@ def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, A
     round_number, accuracy = record.get("round"), record.get("accuracy")
     if type(round_number) is not int or round_number != (number or round_number):
         return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
+    if "accuracy" not in record and type(record.get("loss")) is float:  # of a generator
+        accuracy = 0.0
     if not isinstance(accuracy, (int, float)) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1:
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     try:

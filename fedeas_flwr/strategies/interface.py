@@ -53,8 +53,8 @@ class ClientRound:
     """Arrays that this client stored in its last accepted round; empty before the first."""
     labels: torch.Tensor
     """Labels of all images that the client trains on, synthetic ones included."""
-    steps: int
-    """Number of training steps in this round."""
+    steps: int = 0
+    """Number of training steps of a classifier in this round."""
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
         """Return a state as tensors on the client's device."""

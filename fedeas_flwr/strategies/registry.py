@@ -57,6 +57,10 @@ def build_strategy(config: RunConfig) -> Strategy:
     algorithm = find_algorithm(config.strategy)
     if algorithm.disclosure is not None:
         algorithm.disclosure.check_allowed(config)
+    if config.task == "generator" and algorithm.client is not ClientAlgorithm:
+        raise ConfigError(
+            f"strategy = '{config.strategy}': must be one whose clients train as FedAvg's do, with task = 'generator'"
+        )
     strategy = _call(algorithm.build, config, offered(config), _arguments(config, algorithm))
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy: {config.strategy!r} returned {strategy!r}: must return a Flower Strategy")

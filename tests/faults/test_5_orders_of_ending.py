@@ -29,7 +29,7 @@ from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import federation as loop
-from fedeas_flwr.federation import messages
+from fedeas_flwr.federation import learners, messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
@@ -77,7 +77,7 @@ def break_evaluation(monkeypatch: pytest.MonkeyPatch, number: int, when: threadi
 
         return evaluate
 
-    monkeypatch.setattr(server_app, "central_test", central)
+    monkeypatch.setattr(learners, "central_test", central)
 
 
 @pytest.mark.parametrize("states_in_memory", [False, True], indirect=True)
@@ -210,7 +210,7 @@ def run_and_interrupt(folder: Path, keys: dict[str, Any], times: int) -> None:
 
         return evaluate
 
-    server_app.central_test = central
+    learners.central_test = central
     try:
         finish(quick(folder, **keys))
     finally:
@@ -350,7 +350,7 @@ def test_client_that_exits_the_interpreter_counts_as_failed(
     def leave(*given: Any) -> Any:
         raise SystemExit(code)
 
-    monkeypatch.setattr("fedeas_flwr.client_app.client_part", leave)
+    monkeypatch.setattr("fedeas_flwr.federation.learners.client_part", leave)
     with pytest.raises(RunError, match=rf"round 1: 2 of 2 clients failed .* SystemExit: {code}$"):
         finish(quick(tmp_path / "r", policy="none", participation=0.5))
     assert RunDirectory(tmp_path / "r").status()[0] == "failed"

@@ -18,11 +18,10 @@ from test_federation import START, federation, toy_app
 from timelines import Timelines
 from waiting import LONG
 
-from fedeas_flwr import server_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.config import STRATEGIES
-from fedeas_flwr.federation import messages
+from fedeas_flwr.federation import learners, messages
 from fedeas_flwr.federation.federation import BackgroundTask, Federation
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -278,7 +277,7 @@ def test_interrupt_waits_for_evaluation_and_leaves_no_thread(
             raise KeyboardInterrupt
         return train_round(self, state)
 
-    monkeypatch.setattr(server_app, "central_test", central_test)
+    monkeypatch.setattr(learners, "central_test", central_test)
     monkeypatch.setattr(TrainingRounds, "train_round", interrupt_round_2)
     with pytest.raises(KeyboardInterrupt):
         finish(quick(tmp_path / "r", policy="none"))
@@ -295,7 +294,7 @@ def test_evaluation_error_is_one_line_in_the_run_status(tmp_path: Path, monkeypa
 
         return evaluate
 
-    monkeypatch.setattr(server_app, "central_test", central_test)
+    monkeypatch.setattr(learners, "central_test", central_test)
     with pytest.raises((RunError, ArithmeticError)):
         finish(quick(tmp_path / "r", policy="none"))
     assert RunDirectory(tmp_path / "r").status() == ("failed", "ArithmeticError: out of luck")

@@ -29,9 +29,10 @@ from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import run, verdict
 from fedeas_flwr.generators.learn import trainer as trainer_module
+from fedeas_flwr.generators.learn.denoiser import loss_weights, rate_factor
 from fedeas_flwr.generators.learn.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
 from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator
-from fedeas_flwr.generators.learn.trainer import Progress, Trainer, _loss_weights, _rate
+from fedeas_flwr.generators.learn.trainer import Progress, Trainer
 from fedeas_flwr.generators.learn.verdict import Verdict
 
 TINY = dataclasses.replace(
@@ -260,20 +261,20 @@ def test_resume_on_changed_data_is_rejected(tmp_path: Path, monkeypatch: pytest.
 
 def test_learning_rate_schedule_by_hand() -> None:
     tail = dataclasses.replace(CIFAR_SMALL, warm_up=4)
-    assert [_rate(tail, step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
-    assert _rate(tail, 9, 0.8) == 1.0
-    assert _rate(tail, 9, 0.9) == pytest.approx(0.5)
-    assert _rate(tail, 9, 1.0) == pytest.approx(0.0)
-    assert _rate(DIGITS, 99, 0.5) == pytest.approx(0.5)
-    assert _rate(PAPER, 0, 0.99) == 1.0
+    assert [rate_factor(tail, step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert rate_factor(tail, 9, 0.8) == 1.0
+    assert rate_factor(tail, 9, 0.9) == pytest.approx(0.5)
+    assert rate_factor(tail, 9, 1.0) == pytest.approx(0.0)
+    assert rate_factor(DIGITS, 99, 0.5) == pytest.approx(0.5)
+    assert rate_factor(PAPER, 0, 0.99) == 1.0
 
 
 def test_min_snr_loss_weights_by_hand() -> None:
     ratio = torch.tensor([0.5, 5.0, 20.0])
     epsilon = dataclasses.replace(PAPER, min_snr=5.0)
-    assert _loss_weights(epsilon, ratio).tolist() == [1.0, 1.0, 0.25]
-    torch.testing.assert_close(_loss_weights(CIFAR_SMALL, ratio), torch.tensor([0.5 / 1.5, 5 / 6, 5 / 21]))
-    assert _loss_weights(PAPER, ratio).tolist() == [1.0, 1.0, 1.0]
+    assert loss_weights(epsilon, ratio).tolist() == [1.0, 1.0, 0.25]
+    torch.testing.assert_close(loss_weights(CIFAR_SMALL, ratio), torch.tensor([0.5 / 1.5, 5 / 6, 5 / 21]))
+    assert loss_weights(PAPER, ratio).tolist() == [1.0, 1.0, 1.0]
 
 
 def fake_cifar() -> Dataset:
@@ -288,7 +289,7 @@ def test_presets_build_networks_of_the_stated_size(preset: Preset, millions: tup
     size = sum(value.numel() for value in trainer.unet.parameters()) / 1e6
     assert millions[0] < size < millions[1]
     assert trainer.unet.config.num_class_embeds == 11 and trainer.unet.config.sample_size == 32
-    assert (preset.flips, trainer._flips) == (True, True)
+    assert (preset.flips, trainer.loss._flips) == (True, True)
     assert trainer.scheduler.config.beta_schedule == preset.beta_schedule
     json.dumps(dataclasses.asdict(preset))
 

@@ -11,25 +11,30 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data.datasets import Dataset, dataset_info
-from fedeas_flwr.generators.diffusion.model_folder import CLASSES, init_from_pretrained
+from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
+from fedeas_flwr.generators.learn.denoiser import (
+    BETAS,
+    MAX_GRADIENT_NORM,
+    MOMENTS,
+    DenoisingLoss,
+    build_unet,
+    rate_factor,
+    step_seed,
+)
 from fedeas_flwr.generators.learn.presets import Preset
 
 # diffusers takes seconds to import, so only functions import it.
 
 logger = logging.getLogger(__name__)
-
-TIMESTEPS = 1000
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,11 @@ class Trainer:
         self.preset, self.seed = preset, seed
         self.device = torch.device(device)
         self.state = TrainingState()
-        self.scheduler = _scheduler(preset)
+        self.loss = DenoisingLoss(preset, dataset_info(dataset.name), self.device)
+        self.scheduler = self.loss.scheduler
         with self._deterministic():
-            torch.manual_seed(_step_seed(seed, 0))
-            self.unet = _build_unet(preset, dataset)
+            torch.manual_seed(step_seed(seed, 0))
+            self.unet = build_unet(preset, dataset.classes, dataset.x_train.shape[1:])
         if start is not None:
             schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
             self.state.start = init_from_pretrained(self.unet, start, schedule)
@@ -89,10 +95,7 @@ class Trainer:
         # uint8 on the device once: a step then moves nothing from the host.
         self._images = torch.tensor(dataset.x_train).permute(0, 3, 1, 2).contiguous().to(self.device)
         self._labels = torch.tensor(dataset.y_train).to(self.device)
-        self._flips = preset.flips and dataset_info(dataset.name).mirrored_keeps_class
-        signal_to_noise = self.scheduler.alphas_cumprod / (1 - self.scheduler.alphas_cumprod)
-        self._weights = _loss_weights(preset, signal_to_noise).to(self.device)
-        self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=(0.9, 0.99))
+        self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=BETAS)
         self.average = EMAModel(self.unet.parameters(), decay=preset.ema_decay, foreach=True)
         self._wants_compile = compiled and on_cuda
         self._forward: Any = self.unet
@@ -123,7 +126,7 @@ class Trainer:
                     if losses:
                         self._log(losses)
                     break
-                self.optimizer.param_groups[0]["lr"] = self.preset.learning_rate * _rate(self.preset, step, done)
+                self.optimizer.param_groups[0]["lr"] = self.preset.learning_rate * rate_factor(self.preset, step, done)
                 losses.append(self._train_step(step))
                 self.state.step += 1
                 if self.state.step in (1, steps) or self.state.step % self.preset.log_every == 0:
@@ -158,45 +161,25 @@ class Trainer:
             for (name, parameter), shadow in zip(parameters.items(), self.average.shadow_params, strict=True):
                 parameter.copy_(tensors[f"unet/{name}"])
                 shadow.copy_(tensors[f"average/{name}"])
-                moments = {k: torch.empty_like(parameter).copy_(tensors[f"adam-{k}/{name}"]) for k in _MOMENTS}
+                moments = {k: torch.empty_like(parameter).copy_(tensors[f"adam-{k}/{name}"]) for k in MOMENTS}
                 # Adam keeps its step count on the CPU for every device.
                 self.optimizer.state[parameter] = {"step": tensors[f"adam-step/{name}"].clone(), **moments}
         self.average.optimization_step = state.step
         self.state = state
 
     def _train_step(self, step: int) -> torch.Tensor:
-        torch.manual_seed(_step_seed(self.seed, step + 1))
+        torch.manual_seed(step_seed(self.seed, step + 1))
         loss = self._batch_loss()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        torch.nn.utils.clip_grad_norm_(self.unet.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.unet.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.average.step(self.unet.parameters())
         return loss.detach()
 
     def _batch_loss(self) -> torch.Tensor:
-        """Return the weighted squared error on one random batch."""
-        batch, device = self.preset.batch, self.device
-        chosen = torch.randint(len(self._images), (batch,), device=device)
-        # Stratified timesteps, one from each of `batch` equal slices: the loss varies less than with independent ones.
-        slices = (torch.arange(batch, device=device) + torch.rand(batch, device=device)) / batch
-        times = (slices * TIMESTEPS).long().clamp(max=TIMESTEPS - 1)
-        clean = self._images[chosen].float() / 127.5 - 1
-        if self._flips:
-            mirrored = torch.rand(batch, 1, 1, 1, device=device) < 0.5
-            clean = torch.where(mirrored, clean.flip(3), clean)
-        noise = torch.randn(clean.shape, device=device)
-        dropped = torch.rand(batch, device=device) < self.preset.label_dropout
-        shown = torch.where(dropped, self.unet.config.num_class_embeds - 1, self._labels[chosen])
-        noisy = self.scheduler.add_noise(clean, noise, times)
-        velocity = self.preset.prediction == "v_prediction"
-        target = self.scheduler.get_velocity(clean, noise, times) if velocity else noise
-        if device.type == "cuda":
-            noisy = noisy.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext():
-            predicted = self._forward(noisy, times, class_labels=shown, return_dict=False)[0]
-        errors: torch.Tensor = (predicted.float() - target).square().mean(dim=(1, 2, 3))
-        return (self._weights[times] * errors).mean()
+        """Return the loss on one random batch."""
+        return self.loss.of_random_batch(self._forward, self._images, self._labels, self.preset.batch)
 
     def _compile(self) -> None:
         """Compile forward and backward on a batch without an update; without a compiler, use the eager network."""
@@ -239,51 +222,3 @@ class Trainer:
             finally:
                 torch.set_num_threads(threads)
                 torch.use_deterministic_algorithms(strict, warn_only=warn_only)
-
-
-def _step_seed(seed: int, number: int) -> int:
-    return int(np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _rate(preset: Preset, step: int, done: float) -> float:
-    """Return the factor of the learning rate at a step; `done` is the fraction of the planned length completed."""
-    warm = min(1.0, (step + 1) / preset.warm_up) if preset.warm_up else 1.0
-    if preset.decay == "never":
-        return warm
-    begin = 0.0 if preset.decay == "cosine" else 0.8
-    fallen = max(0.0, done - begin) / (1 - begin)
-    return warm * 0.5 * (1 + math.cos(math.pi * fallen))
-
-
-def _loss_weights(preset: Preset, signal_to_noise: torch.Tensor) -> torch.Tensor:
-    """Return the min-SNR-γ weight of each timestep: min(SNR, γ) on the image's error, converted to the target's."""
-    if preset.min_snr is None:
-        return torch.ones_like(signal_to_noise)
-    # The squared error of ε is SNR times that of the image, the error of v is SNR + 1 times.
-    own = signal_to_noise + 1 if preset.prediction == "v_prediction" else signal_to_noise
-    return signal_to_noise.clamp(max=preset.min_snr) / own
-
-
-def _scheduler(preset: Preset) -> Any:
-    from diffusers import DDIMScheduler
-
-    scheduler: Any = DDIMScheduler
-    return scheduler(
-        num_train_timesteps=TIMESTEPS, beta_schedule=preset.beta_schedule, prediction_type=preset.prediction
-    )
-
-
-def _build_unet(preset: Preset, dataset: Dataset) -> Any:
-    from diffusers import UNet2DModel
-
-    height, width, channels = dataset.x_train.shape[1:]
-    unet_class: Any = UNet2DModel
-    unet = unet_class(
-        sample_size=height if height == width else (height, width),
-        in_channels=channels,
-        out_channels=channels,
-        num_class_embeds=len(dataset.classes) + 1,  # the last one is "no label"
-        **preset.unet,
-    )
-    unet.register_to_config(**{CLASSES: list(dataset.classes)})
-    return unet

@@ -1,0 +1,188 @@
+"""What a federation trains (`task`): a classifier, or the denoiser of a diffusion model.
+
+`find_learner` is the only place that decides by `task`. A learner has the initial state, a client's training and
+evaluation, the server's evaluation, the scores of a round, and what is written at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fedeas_flwr.common.npy import Arrays, to_numpy
+from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import FederatedData, federated_data
+from fedeas_flwr.data.node import Node
+from fedeas_flwr.federation.messages import EvaluateReport
+from fedeas_flwr.generators.learn import federated
+from fedeas_flwr.generators.learn.denoiser import step_seed
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.files import GENERATOR
+from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
+from fedeas_flwr.strategies.registry import client_part
+from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
+from fedeas_flwr.training.engine import State, TrainResult
+from fedeas_flwr.training.evaluation import Evaluate, Evaluator, central_test
+from fedeas_flwr.training.models import Normaliser, split_state
+
+
+class Trained(NamedTuple):
+    """A client's model after a round, in NumPy arrays unless models are passed by reference."""
+
+    result: TrainResult
+    trainable: Arrays
+    buffers: Arrays
+    algorithm: ClientAlgorithmResult
+
+
+class Learner(Protocol):
+    """What a federation trains."""
+
+    def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
+        """Return the trainable arrays and the buffers before the first round."""
+        ...
+
+    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
+        """Train on a client's images, whose labels are `ClientRound.labels`."""
+        ...
+
+    def evaluate(
+        self, config: RunConfig, data: FederatedData, node: Node, device: str, trainable: State, buffers: State
+    ) -> EvaluateReport:
+        """Evaluate a model on the images that a client does not train on."""
+        ...
+
+    def central_test(self, config: RunConfig, device: str) -> Evaluate:
+        """Return a function that evaluates a model on the server's test set."""
+        ...
+
+    def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
+        """Return a round's scores from the clients' evaluations, at least one, each with images."""
+        ...
+
+    def finish(self, config: RunConfig, run: RunDirectory) -> None:
+        """Write what a finished run leaves in addition to its model."""
+        ...
+
+
+class Classifier:
+    """A network that is trained with the objective of the strategy's client part, and tested by its accuracy."""
+
+    def __init__(self) -> None:
+        self._engines, self._evaluation = EnginePool(), _ThreadLocal()
+
+    def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
+        """Return the initial weights and buffers."""
+        return split_state(build_network(config))
+
+    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
+        """Train with the algorithm's objective."""
+        config, algorithm = task.config, client_part(task.config)
+        task = replace(task, steps=local_training_config(config).steps(len(task.labels)))
+        classes = len(dataset_info(config.dataset).classes)
+        inputs = algorithm.prepare(task) | common_inputs(config, classes, task.labels, task.number, task.client)
+        batches = stream(config.seed, "batches", task.number, task.client)
+        with self._engines.borrow(config, task.device, algorithm.objective) as engine:
+            result, *trained = engine.train(task.trainable, task.buffers, images, task.labels, batches, inputs)
+        trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
+        return Trained(result, trainable, buffers, algorithm.finish(task, trainable, buffers))
+
+    def evaluate(
+        self, config: RunConfig, data: FederatedData, node: Node, device: str, trainable: State, buffers: State
+    ) -> EvaluateReport:
+        """Count the client's own test images that the model classifies correctly."""
+        images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
+        normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
+        if self._evaluation.config != config:
+            self._evaluation.network, self._evaluation.config = build_network(config).to(device), config
+        evaluator = Evaluator(self._evaluation.network, images, labels, data.num_classes, normalise)
+        result = evaluator.evaluate(trainable, buffers)
+        return EvaluateReport(node.client, result.examples, result.correct, result.loss)
+
+    def central_test(self, config: RunConfig, device: str) -> Evaluate:
+        """Return a function that computes accuracies and loss on the global test set."""
+        return central_test(config, config.clients, device)
+
+    def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
+        """Return accuracies over all images and over clients, and the loss."""
+        examples = sum(report.examples for report in reports)
+        accuracies = {report.client: report.correct / report.examples for report in reports}
+        worst = min(accuracies, key=lambda client: accuracies[client])
+        return {
+            "accuracy": sum(report.correct for report in reports) / examples,
+            "mean_client_accuracy": sum(accuracies.values()) / len(accuracies),
+            "worst_client_accuracy": accuracies[worst],
+            "worst_client": worst,
+            "loss": sum(report.loss * report.examples for report in reports) / examples,
+        }
+
+    def finish(self, config: RunConfig, run: RunDirectory) -> None:
+        """Write nothing: the run directory has the model."""
+
+
+class _ThreadLocal(threading.local):
+    """This thread's evaluation network and its config; the weights come with every message."""
+
+    config: RunConfig | None = None
+    network: torch.nn.Module
+
+
+class Denoiser:
+    """The denoiser of a class-conditional diffusion model, tested by its loss on images that it was not trained on."""
+
+    def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
+        """Return the initial weights, and Adam's moments as buffers."""
+        return federated.initial_state(config)
+
+    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
+        """Take the client's steps of the round."""
+        denoiser = federated.local_denoiser(task.config, task.device)
+        result, *trained = denoiser.train(task.trainable, task.buffers, images, task.labels, task.number, task.client)
+        trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
+        return Trained(result, trainable, buffers, ClientAlgorithmResult())
+
+    def evaluate(
+        self, config: RunConfig, data: FederatedData, node: Node, device: str, trainable: State, buffers: State
+    ) -> EvaluateReport:
+        """Return the loss on the images that the client holds out."""
+        images, labels = data.train(node.part)
+        _, chosen = federated.split_held_out(config, node.client, len(labels))
+        held_out, classes = (torch.tensor(array[chosen], device=device) for array in (images, labels))
+        seed = step_seed(config.seed, node.client)
+        loss = federated.local_denoiser(config, device).loss(trainable, held_out, classes, seed)
+        return EvaluateReport(node.client, len(chosen), 0, loss)
+
+    def central_test(self, config: RunConfig, device: str) -> Evaluate:
+        """Return a function that computes the loss on the global test set."""
+        test = federated_data(config, config.clients).global_test()
+        images, labels = (torch.tensor(array, device=device) for array in test)
+        denoiser = federated.LocalDenoiser(config, device)  # its own: it evaluates while clients train
+
+        def evaluate(trainable: State, buffers: State) -> dict[str, Any]:
+            return {"loss": denoiser.loss(trainable, images, labels, step_seed(config.seed))}
+
+        return evaluate
+
+    def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
+        """Return the loss over all held-out images."""
+        examples = sum(report.examples for report in reports)
+        return {"loss": sum(report.loss * report.examples for report in reports) / examples}
+
+    def finish(self, config: RunConfig, run: RunDirectory) -> None:
+        """Write the generator as a folder in diffusers' format."""
+        steps = sum(record["steps"] for record in run.rounds())
+        federated.write_generator(run.path / GENERATOR, config, run.load_model(), {**run.summary(), "steps": steps})
+
+
+_CLASSIFIER, _DENOISER = Classifier(), Denoiser()
+
+
+def find_learner(config: RunConfig) -> Learner:
+    """Return what the run trains."""
+    return _DENOISER if config.task == "generator" else _CLASSIFIER

@@ -1,0 +1,177 @@
+"""A diffusion model that a federation trains through the app: identities, resume, refused replies, the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runners import finish, run_in_process, small, weights
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data.datasets import open_dataset
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.federation.training_round import TrainingRounds
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.learn import trainer as trainer_module
+from fedeas_flwr.generators.learn.denoiser import MOMENTS, step_seed
+from fedeas_flwr.generators.learn.federated import LocalDenoiser, federated_preset, split_held_out
+from fedeas_flwr.generators.learn.trainer import Trainer
+from fedeas_flwr.generators.opening import open_for_run
+from fedeas_flwr.launch.prepare import evaluate_run
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.files import files_of_run
+from fedeas_flwr.strategies.registry import build_strategy
+
+
+def tiny(folder: Path, recipe: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    """Return the config of a federated training of a few steps."""
+    table = {"local-steps": 2, "batch-size": 4, "held-out": 0.1, **(recipe or {})}
+    keys = {"task": "generator", "policy": "none", "evaluation": "federated", "generator_training": table}
+    return small(folder, **{**keys, **changes})
+
+
+def test_one_client_with_all_images_takes_the_central_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = {"held-out": 0.0, "warm-up": 2}
+    config = tiny(tmp_path / "r", recipe, clients=1, participation=1.0, evaluation="central", dataset="digits")
+    run = finish(config)
+    data = federated_data(config, 1)
+    images, labels = data.train(0)
+    dataset = dataclasses.replace(open_dataset("digits"), x_train=images, y_train=labels)
+
+    def seed_of_round(seed: int, number: int) -> int:
+        return step_seed(seed, (number - 1) // 2 + 1, 0, (number - 1) % 2) if number else step_seed(seed, 0)
+
+    monkeypatch.setattr(trainer_module, "step_seed", seed_of_round)
+    central = Trainer(dataclasses.replace(federated_preset(config), cpu_threads=1), dataset, seed=config.seed)
+    central.run(steps=6)
+    found, expected = run.load_checkpoint(), central.tensors()
+    assert found is not None and len(run.rounds()) == 3
+    for name, array in found.trainable.items():
+        assert np.array_equal(array, expected[f"unet/{name}"].numpy()), name
+        for moment in MOMENTS:
+            assert np.array_equal(found.buffers[f"{moment}/{name}"], expected[f"adam-{moment}/{name}"].numpy()), name
+
+
+def test_resumed_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, train_round = finish(tiny(tmp_path / "whole")), TrainingRounds.train_round
+
+    def stop_in_round_3(self: TrainingRounds, state: Any) -> Any:
+        if state.round == 2:
+            raise KeyboardInterrupt
+        return train_round(self, state)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(TrainingRounds, "train_round", stop_in_round_3)
+        finish(tiny(tmp_path / "parts"))
+    resumed = finish(tiny(tmp_path / "parts", resume=True))
+    assert weights(whole) == weights(resumed)
+    assert [r["loss"] for r in whole.rounds()] == [r["loss"] for r in resumed.rounds()]
+    with pytest.raises(Exception, match=r"rounds = 5: must be 3, .* its learning rate depends on it"):
+        finish(tiny(tmp_path / "parts", resume=True, rounds=5))
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_ray_and_inline_give_the_same_weights(tmp_path: Path) -> None:
+    inline, ray = (finish(tiny(tmp_path / backend, backend=backend)) for backend in ("inline", "ray"))
+    assert weights(inline) == weights(ray)
+
+
+def test_reply_with_nan_or_wrong_shape_is_refused_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = LocalDenoiser.train
+
+    def broken(self: LocalDenoiser, *given: Any) -> Any:
+        result, trainable, buffers = train(self, *given)
+        client, moments = given[-1], dict(buffers)
+        first = next(iter(moments))
+        if client == 1:
+            moments[first] = moments[first] * torch.nan
+        if client == 2:
+            moments[first] = moments[first][:1]
+        return result, trainable, moments
+
+    monkeypatch.setattr(LocalDenoiser, "train", broken)
+    run = finish(tiny(tmp_path / "r", participation=1.0, rounds=1, min_replies=0.5))
+    one, two = run.rounds()[0]["failures"]
+    assert (one["client"], two["client"]) == (1, 2)
+    assert "exp_avg/conv_in.weight holds NaN" in one["reason"]
+    assert "exp_avg/conv_in.weight is float32[1, 1, 3, 3], wanted float32[32, 1, 3, 3]" in two["reason"]
+
+
+def test_run_writes_a_generator_that_another_run_takes(tmp_path: Path) -> None:
+    run = finish(tiny(tmp_path / "r"))
+    folder = run.path / "generator"
+    generator = open_for_run(parse_config({"generator": str(folder), "sampler-steps": 2}), "cpu")
+    assert generator.sample([SampleId(0, 0, 3, 0)]).shape == (1, 8, 8, 1)
+    card = (folder / "README.md").read_text()
+    assert "4 clients, 3 rounds" in card and "its weights and Adam's two moments" in card
+    assert folder / "unet" / "config.json" in files_of_run(run.path)
+    assert "accuracy" not in run.rounds()[0] and run.summary()["final_loss"] == run.rounds()[-1]["loss"]
+    assert evaluate_run(run).keys() == {"loss"}
+    for command in (["runs", "ls", str(tmp_path)], ["runs", "show", str(run.path)], ["runs", "csv", str(run.path)]):
+        assert run_in_process(*command).returncode == 0, command
+
+
+def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:
+    run = finish(tiny(tmp_path / "r", {"average-moments": False}, rounds=1))
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None and checkpoint.buffers == {}
+    assert "sent its weights, its number" in (run.path / "generator" / "README.md").read_text()
+
+
+def test_small_clients_draw_with_replacement_or_skip(tmp_path: Path) -> None:
+    images, labels = torch.zeros((3, 8, 8, 1), dtype=torch.uint8), torch.tensor([1, 2, 3])
+    for small_clients, steps in (("replace", 2), ("skip", 0)):
+        config = tiny(tmp_path / "r", {"small-clients": small_clients, "held-out": 0.0}, evaluation="central")
+        denoiser = LocalDenoiser(config, "cpu")
+        start = {name: value.detach().clone() for name, value in denoiser._unet.named_parameters()}
+        result, trainable, _ = denoiser.train(start, {}, images, labels, 1, 0)
+        assert result.steps == steps
+        assert all(torch.equal(trainable[name], start[name]) for name in start) == (steps == 0)
+
+
+def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "r")
+    kept, held_out = split_held_out(config, 3, 50)
+    assert sorted([*kept, *held_out]) == list(range(50)) and len(held_out) == 5
+    assert np.array_equal(held_out, split_held_out(config, 3, 50)[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"policy": "fedeas"}, "policy = 'fedeas': must be none with task = 'generator'"),
+        ({"evaluation": "federated"}, "evaluation = 'federated' needs generator-training.held-out above 0"),
+        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = false"),
+        ({"generator-training": {"local-steps": 0}}, "generator-training.local-steps = 0: must be greater than"),
+        ({"generator-training.lokal-steps": 1}, "did you mean 'generator-training.local-steps'?"),
+        ({"generator-training": 3}, "unknown key 'generator-training' = 3"),
+    ],
+)
+def test_wrong_settings_are_one_line(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({"task": "generator", "policy": "none", **keys})
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_strategy_with_a_client_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="strategy = 'moon': must be one whose clients train as FedAvg's do"):
+        build_strategy(parse_config({"task": "generator", "policy": "none", "strategy": "moon", "clients": 4}))
+
+
+def test_train_generator_command_runs_a_federation(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        'clients = 3\nrounds = 1\nbackend = "inline"\n[generator-training]\nlocal-steps = 1\nbatch-size = 4\n'
+    )
+    given = ("train-generator", "--federated", "c.toml")
+    done = run_in_process(*given, "--out", "g", "generator-training.batch-size=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"generator: {tmp_path / 'g' / 'generator'}" in done.stdout
+    assert RunDirectory(tmp_path / "g").config().generator_training.batch_size == 2
+    refused = run_in_process(*given, "--steps", "3", cwd=tmp_path)
+    assert refused.returncode == 2 and "--steps" in refused.stderr
