@@ -175,11 +175,6 @@ class RunConfig(_Table):
     The text under a key is its description in `fedeas keys`.
     """
 
-    task: Literal["classifier", "generator"] = "classifier"
-    """what the federation trains: a classifier, or a class-conditional diffusion model, which is written as folder
-    `generator` of the run directory"""
-    generator_training: GeneratorTraining = GeneratorTraining.model_validate({})
-    """how clients train a diffusion model"""
     dataset: str = "digits"
     """images that the clients hold: digits, cifar10, cifar100, fashion-mnist, own:PATH for a custom folder or .npz
     file, or hf:PATH for a Hugging Face dataset"""
@@ -200,6 +195,11 @@ class RunConfig(_Table):
     """seed of the partition"""
     seed: int = Field(1, ge=0, lt=2**31)
     """seed of everything else: initial weights, client sampling, batches, images"""
+    task: Literal["classifier", "generator"] = "classifier"
+    """what the federation trains: a classifier, or a class-conditional diffusion model, which is written as folder
+    `generator` of the run directory"""
+    generator_training: GeneratorTraining = GeneratorTraining.model_validate({})
+    """how clients train a diffusion model"""
 
     policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES]})
     """allocation policy: how many images of each class a client generates or, with oversample, repeats; for a policy of

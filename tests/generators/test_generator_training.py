@@ -300,7 +300,7 @@ def test_images_whose_mirror_images_differ_are_not_flipped(digits: Dataset) -> N
         "fashion-mnist", ("shoe",), (0.5,), (0.2,), shoe, np.zeros(2, np.int64), shoe, np.zeros(2, np.int64)
     )
     for dataset in (digits, fashion):
-        assert not Trainer(dataclasses.replace(TINY, flips=True), dataset)._flips
+        assert not Trainer(dataclasses.replace(TINY, flips=True), dataset).loss._flips
     assert set(PRESETS) == {"digits", "cifar-small", "paper"}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedeas_flwr.data.sources import DatasetInfo
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES
 from fedeas_flwr.generators.learn.presets import Preset
 
@@ -28,12 +27,15 @@ MAX_GRADIENT_NORM = 1.0
 
 
 class DenoisingLoss:
-    """The weighted squared error of a network's prediction on noisy images; see `Preset` for target and weights."""
+    """The weighted squared error of a network's prediction on noisy images; see `Preset` for target and weights.
 
-    def __init__(self, preset: Preset, info: DatasetInfo, device: torch.device) -> None:
+    ``mirrored_keeps_class`` allows flips, if the preset has them.
+    """
+
+    def __init__(self, preset: Preset, num_classes: int, mirrored_keeps_class: bool, device: torch.device) -> None:
         self.scheduler = build_scheduler(preset)
-        self._preset, self._device, self._no_label = preset, device, len(info.classes)
-        self._flips = preset.flips and info.mirrored_keeps_class
+        self._preset, self._device, self._no_label = preset, device, num_classes
+        self._flips = preset.flips and mirrored_keeps_class
         signal_to_noise = self.scheduler.alphas_cumprod / (1 - self.scheduler.alphas_cumprod)
         self._weights = loss_weights(preset, signal_to_noise).to(device)
 

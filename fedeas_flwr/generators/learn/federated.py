@@ -84,7 +84,8 @@ class LocalDenoiser:
     def __init__(self, config: RunConfig, device: str) -> None:
         self._config, self._preset, self._device = config, federated_preset(config), torch.device(device)
         self._unet = initial_unet(config).to(self._device)
-        self._loss = DenoisingLoss(self._preset, dataset_info(config.dataset), self._device)
+        info = dataset_info(config.dataset)
+        self._loss = DenoisingLoss(self._preset, len(info.classes), info.mirrored_keeps_class, self._device)
 
     def train(
         self, trainable: State, buffers: State, images: torch.Tensor, labels: torch.Tensor, number: int, client: int

@@ -80,7 +80,8 @@ class Trainer:
         self.preset, self.seed = preset, seed
         self.device = torch.device(device)
         self.state = TrainingState()
-        self.loss = DenoisingLoss(preset, dataset_info(dataset.name), self.device)
+        mirrored_keeps_class = dataset_info(dataset.name).mirrored_keeps_class
+        self.loss = DenoisingLoss(preset, len(dataset.classes), mirrored_keeps_class, self.device)
         self.scheduler = self.loss.scheduler
         with self._deterministic():
             torch.manual_seed(step_seed(seed, 0))
