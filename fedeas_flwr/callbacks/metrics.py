@@ -78,7 +78,8 @@ class MetricsEndpoint:
         yield from (f'fedeas_seconds_total{{phase="{phase}"}} {value!r}' for phase, value in self._seconds.items())
         if last:
             present = self._config.clients - last.get("not_joined", 0)
-            yield from _family("accuracy", "gauge", "Test accuracy of the last recorded round.", last["accuracy"])
+            if "accuracy" in last:  # of a classifier
+                yield from _family("accuracy", "gauge", "Test accuracy of the last recorded round.", last["accuracy"])
             yield from _family("clients_present", "gauge", "Clients that have joined.", present)
             yield from _family("images_generated_total", "counter", "Images generated.", last["generated"])
 

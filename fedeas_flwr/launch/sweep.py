@@ -282,7 +282,7 @@ def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]])
         done = [row for row in group if row["state"] == "finished"]
         point = {**dict(zip(keys, values, strict=True)), "finished": len(done), "runs": len(group)}
         for measure in MEASURES:
-            numbers = [float(row[measure]) for row in done]
+            numbers = [float(row[measure]) for row in done if row[measure] is not None]  # a generator has no accuracy
             point[measure] = {
                 "mean": statistics.fmean(numbers) if numbers else None,
                 "sd": statistics.stdev(numbers) if len(numbers) > 1 else None,

@@ -199,6 +199,8 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
             continue
         if summary is None:
             left_out.append(f"{run.path} has no finished round ({run.state()})")
+        elif config.task == "generator":
+            left_out.append(f"{run.path} trained a generator: it has a loss and no accuracy")
         else:
             members.append(Member(run, config, run.rounds(), summary))
     if not members:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,11 @@ def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, A
         return None, ""
     if not isinstance(record, dict):
         return None, ""
-    round_number, accuracy = record.get("round"), record.get("accuracy")
+    round_number, accuracy, loss = (record.get(key) for key in ("round", "accuracy", "loss"))
     if type(round_number) is not int or round_number != (number or round_number):
         return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
-    if "accuracy" not in record and type(record.get("loss")) is float:  # of a generator
-        accuracy = 0.0
-    if not isinstance(accuracy, (int, float)) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1:
+    has_loss = "accuracy" not in record and type(loss) is float and math.isfinite(loss)  # as of a generator
+    if not has_loss and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     try:
         return unseal(record, owner) if is_sealed(record) else record, ""

@@ -115,6 +115,8 @@ def test_run_writes_a_generator_that_another_run_takes(tmp_path: Path) -> None:
     assert evaluate_run(run).keys() == {"loss"}
     for command in (["runs", "ls", str(tmp_path)], ["runs", "show", str(run.path)], ["runs", "csv", str(run.path)]):
         assert run_in_process(*command).returncode == 0, command
+    refused = run_in_process("report", str(run.path))
+    assert refused.returncode == 2 and "trained a generator: it has a loss and no accuracy" in refused.stderr
 
 
 def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: M
     """Write a finished training's weights as a folder in diffusers' format, with a model card."""
     preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
     unet = initial_unet(config)
-    copy_state(unet, weights, {})
+    copy_state(unet, {name: weights[name] for name in unet.state_dict()}, {})  # without moments, if no round succeeded
     unet.eval().requires_grad_(False)
     with atomic_folder(folder / "unet") as temporary:
         unet.save_pretrained(temporary, safe_serialization=True)
