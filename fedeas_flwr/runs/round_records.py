@@ -60,7 +60,7 @@ def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, A
     if type(round_number) is not int or round_number != (number or round_number):
         return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
     has_loss = "accuracy" not in record and type(loss) is float and math.isfinite(loss)  # as of a generator
-    if not has_loss and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
+    if not has_loss and (not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1):
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     try:
         return unseal(record, owner) if is_sealed(record) else record, ""
