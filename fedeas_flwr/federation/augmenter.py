@@ -254,23 +254,27 @@ def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
         raise ValueError(f"generator: it has {made_by.num_classes} classes, but the dataset has {len(names)}")
     if made_by.classes and list(names) != list(made_by.classes) and sorted(names) == sorted(made_by.classes):
         raise ValueError("generator: its classes are those of the dataset in another order; labels must be equal")
-    found = _raw_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    found = _stored_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    if found is None:
+        items = (dataset[index] for index in range(len(dataset)))
+        found = np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
     return checked_labels(found, len(dataset), made_by.num_classes)
 
 
-def _raw_labels(dataset: Any) -> Any:
+def _stored_labels(dataset: Any) -> Any:
+    """Return the labels that a dataset stores apart from its items, or None."""
     if isinstance(dataset, Subset):
-        return _raw_labels(dataset.dataset)[np.asarray(dataset.indices)]
+        stored = _stored_labels(dataset.dataset)
+        return None if stored is None else stored[np.asarray(dataset.indices)]
     if _is_hf(dataset):
         column = _hf_columns(dataset)[1]
-        return np.asarray(dataset.select_columns(column).with_format(None)[column])
+        return np.asarray(dataset.select_columns(column).with_format(None)[:][column])
     if isinstance(dataset, TensorDataset):
         return _to_numpy(dataset.tensors[-1])
     attribute = next((name for name in ("targets", "labels") if hasattr(dataset, name)), None)
     if attribute and getattr(dataset, "target_transform", None) is None:
         return _to_numpy(getattr(dataset, attribute))
-    items = (dataset[index] for index in range(len(dataset)))
-    return np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
+    return None
 
 
 def _item_maker(dataset: Any, transform: Callable[[Image.Image], Any] | None) -> Callable[[Image.Image, int], Any]:

@@ -160,6 +160,17 @@ def test_synthetic_items_look_like_real_ones(form: str) -> None:
         assert (counts == np.bincount(LABELS[start:], minlength=4) + planned(here)).all()
 
 
+def test_labels_of_a_subset_are_read_from_its_own_items_only() -> None:
+    read: list[int] = []
+
+    def change(item: Any) -> Any:
+        read.append(item[1])
+        return item
+
+    Augmenter(GENERATOR).augment(Subset(Changed(change), range(90, len(LABELS))), message("none"), context())
+    assert read == LABELS[90:].tolist()
+
+
 def test_torchvision_image_folder(tmp_path: Path) -> None:
     from torchvision.datasets import ImageFolder
 
