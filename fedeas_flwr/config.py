@@ -237,7 +237,7 @@ class RunConfig(BaseModel):
     logit_adjustment_tau: float = Field(1.0, ge=0, le=100)
     """logit-adjusted loss: scale τ of the log prior; 0 is cross-entropy"""
     views: Literal["none", "flip-crop"] = "none"
-    """data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip it at random"""
+    """data augmentation; flip-crop: at every use, shift an image at random and, for CIFAR only, flip it at random"""
     learning_rate: float = Field(0.05, gt=0, le=100)
     """SGD step size; of the first round, if there is a schedule"""
     learning_rate_schedule: str = CONSTANT

@@ -56,13 +56,14 @@ def test_paper_partitioner_gives_the_papers_totals(
     assert counts.sum() == samples and allocate(counts, "fedeas", beta=12).sum() == images
 
 
-def test_paper_partitioner_takes_named_labels() -> None:
+def test_paper_partitioner_takes_named_labels_and_decodes_no_image() -> None:
     datasets = pytest.importorskip("datasets", reason=REASON)
     pytest.importorskip("flwr_datasets", reason=REASON)
     from fedeas_flwr.data.dirichlet_partitioner import PaperDirichletPartitioner
 
     partitioner = PaperDirichletPartitioner(num_partitions=3, partition_by="label", alpha=1.0)
-    partitioner.dataset = datasets.Dataset.from_dict({"label": ["cat", "dog"] * 50})
+    table = {"label": ["cat", "dog"] * 50, "image": [{"bytes": b"no image", "path": None}] * 100}
+    partitioner.dataset = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image())
     assert sum(len(partitioner.load_partition(k)) for k in range(3)) == 100
 
 

@@ -18,11 +18,11 @@ _PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 _WORDS = {"true": True, "false": False}
 
 
-def check_installed(package: str, extra: str, key: str) -> None:
-    """Raise `ConfigError`, beginning with ``key`` and its value, if a package of an extra is not installed."""
+def check_installed(package: str, extra: str, what: str) -> None:
+    """Raise `ConfigError`, beginning with ``what`` needs it, if a package of an extra is not installed."""
     if find_spec(package) is None:
         name = package.replace("_", "-")
-        raise ConfigError(f"{key}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
+        raise ConfigError(f"{what}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
 
 
 def is_import_path(value: str) -> bool:

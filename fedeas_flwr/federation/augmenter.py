@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -254,43 +254,50 @@ def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
         raise ValueError(f"generator: it has {made_by.num_classes} classes, but the dataset has {len(names)}")
     if made_by.classes and list(names) != list(made_by.classes) and sorted(names) == sorted(made_by.classes):
         raise ValueError("generator: its classes are those of the dataset in another order; labels must be equal")
-    found = _raw_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    found = _stored_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    if found is None:
+        items = (dataset[index] for index in range(len(dataset)))
+        found = np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
     return checked_labels(found, len(dataset), made_by.num_classes)
 
 
-def _raw_labels(dataset: Any) -> Any:
+def _stored_labels(dataset: Any) -> Any:
+    """Return the labels that a dataset stores apart from its items, or None."""
     if isinstance(dataset, Subset):
-        return _raw_labels(dataset.dataset)[np.asarray(dataset.indices)]
+        stored = _stored_labels(dataset.dataset)
+        return None if stored is None else stored[np.asarray(dataset.indices)]
     if _is_hf(dataset):
         column = _hf_columns(dataset)[1]
-        return np.asarray(dataset.select_columns(column).with_format(None)[column])
+        return np.asarray(dataset.select_columns(column).with_format(None)[:][column])
     if isinstance(dataset, TensorDataset):
         return _to_numpy(dataset.tensors[-1])
     attribute = next((name for name in ("targets", "labels") if hasattr(dataset, name)), None)
     if attribute and getattr(dataset, "target_transform", None) is None:
         return _to_numpy(getattr(dataset, attribute))
-    items = (dataset[index] for index in range(len(dataset)))
-    return np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
+    return None
 
 
 def _item_maker(dataset: Any, transform: Callable[[Image.Image], Any] | None) -> Callable[[Image.Image, int], Any]:
-    """Return a function that makes an item like those of the dataset from an image and a label."""
+    """Return a function that makes an item like those of the dataset from an image and a label; it can be pickled."""
     whole = _whole_dataset(dataset)
     if _is_hf(whole) and whole.format["type"] == "custom" and transform is None:
         image_key, label_key = _hf_columns(whole)
-        of_batch = whole.format["format_kwargs"]["transform"]
-        return lambda image, label: {
-            key: values[0] for key, values in of_batch({image_key: [image], label_key: [label]}).items()
-        }
+        return partial(_transform_row, whole.format["format_kwargs"]["transform"], image_key, label_key)
     item = dataset[0]
     image_key, label_key = _hf_columns(whole) if _is_hf(whole) else _item_keys(item)
-    like, change = item[label_key], transform or getattr(whole, "transform", None) or (lambda image: image)
+    change = transform or getattr(whole, "transform", None)
+    return partial(_make_item, change, (image_key, label_key) if isinstance(item, dict) else None, item[label_key])
 
-    def make(image: Image.Image, label: int) -> Any:
-        own = like.new_tensor(label) if isinstance(like, torch.Tensor) else type(like)(label)
-        return {image_key: change(image), label_key: own} if isinstance(item, dict) else (change(image), own)
 
-    return make
+def _transform_row(transform: Any, image_key: str, label_key: str, image: Image.Image, label: int) -> dict[str, Any]:
+    return {key: values[0] for key, values in transform({image_key: [image], label_key: [label]}).items()}
+
+
+def _make_item(change: Any, keys: tuple[Any, Any] | None, like: Any, image: Image.Image, label: int) -> Any:
+    """Return an item with a label ``like`` that of a real one: a dict if it has keys, else a pair."""
+    own = like.new_tensor(label) if isinstance(like, torch.Tensor) else type(like)(label)
+    item = (change(image) if change else image), own
+    return dict(zip(keys, item, strict=True)) if keys else item
 
 
 def _check_items(real: Any, synthetic: Any) -> None:

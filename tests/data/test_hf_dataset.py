@@ -120,8 +120,20 @@ def test_node_reads_a_saved_folder_by_class_name(hf: Any, tmp_path: Path) -> Non
     other = read_node({"client-id": 3, "data-path": f"hf:{saved(hf, tmp_path / 'other', 9, (*KINDS, 'yew'))}"})
     with pytest.raises(ValueError, match="has a class 'yew'; the dataset's classes are ash, elm, oak"):
         local_data(config, other)
-    with pytest.raises(ConfigError, match="data-path = 'hf:/nowhere' is not there"):
-        read_node({"client-id": 3, "data-path": "hf:/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("hf:/nowhere", "data-path = 'hf:/nowhere' is not there"),
+        ("hf:", "data-path = 'hf:': must be hf:PATH"),
+        ("hf:/tmp labl=kind", "data-path = 'hf:/tmp labl=kind': no option 'labl'"),
+        ("hf:/tmp size=0", "data-path = 'hf:/tmp size=0': size must be pixels"),
+    ],
+)
+def test_wrong_data_path_is_named(given: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^node-config: {line}"):
+        read_node({"client-id": 3, "data-path": given})
 
 
 def test_mixed_modes_are_converted(hf: Any, tmp_path: Path) -> None:
@@ -173,7 +185,8 @@ def test_damaged_and_missing_files_are_one_line(hf: Any, tmp_path: Path) -> None
 
 def test_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package datasets, pip install 'fedeas-flwr\[datasets\]'"):
+    line = rf"^dataset: hf:{tmp_path}: needs the package datasets, pip install 'fedeas-flwr\[datasets\]'"
+    with pytest.raises(ValueError, match=line):
         open_dataset(f"hf:{tmp_path}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,24 @@ def test_synthetic_items_look_like_real_ones(form: str) -> None:
         counts = np.bincount(labels.numpy(), minlength=4)
         start = 1 if form == "subset" else 0
         assert (counts == np.bincount(LABELS[start:], minlength=4) + planned(here)).all()
+
+
+def test_labels_of_a_subset_are_read_from_its_own_items_only() -> None:
+    read: list[int] = []
+
+    def change(item: Any) -> Any:
+        read.append(item[1])
+        return item
+
+    Augmenter(GENERATOR).augment(Subset(Changed(change), range(90, len(LABELS))), message("none"), context())
+    assert read == LABELS[90:].tolist()
+
+
+@pytest.mark.parametrize("transform", [to_tensor, None])
+def test_result_can_be_pickled_for_spawned_workers(transform: Any) -> None:
+    whole = Augmenter(GENERATOR).augment(Pictures(transform=transform), message(), context())
+    (image, label), (expected, expected_label) = pickle.loads(pickle.dumps(whole))[-1], whole[-1]
+    assert np.array_equal(image, expected) and label == expected_label
 
 
 def test_torchvision_image_folder(tmp_path: Path) -> None:
