@@ -288,7 +288,9 @@ def _held_by_partitioner(
     set_here: dict[str, Any] = {"num_partitions": clients, "partition_by": "label", "seed": seed, "alpha": alpha}
     given = {name: _numbers(value) for name, value in parse_arguments(arguments, "partition-args").items()}
     if name := next((name for name in given if name in set_here), ""):
-        raise ConfigError(f"partition-args: {name} is set by the keys clients, alpha and partition-seed; remove it")
+        raise ConfigError(
+            f"partition-args: {name} is set by the run (clients, alpha, partition-seed, labels); remove it"
+        )
     known = {name: value for name, value in set_here.items() if accepted is None or name in accepted}
     partitioner = call_with(build, partition, "partition", {**known, **given})
     if not isinstance(partitioner, Partitioner):

@@ -116,7 +116,7 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pathological", "", "raised TypeError"),
         ("pathological", "num_classes=2", "has no argument 'num_classes'; it has class_assignment_mode"),
         ("pathological", "num_classes_per_partition=11", "raised ValueError"),
-        ("pathological", "num_classes_per_partition=2 seed=1", "seed is set by the keys clients, alpha and"),
+        ("pathological", "num_classes_per_partition=2 seed=1", r"seed is set by the run \(clients, alpha"),
         ("size", "partition_sizes=400,300", "has 2 partitions, but clients = 4"),
         ("size", "partition_sizes=400,300,200,5", "gives a client 5 samples, and each needs 10"),
         ("fedeas_flwr.partition:Twice", "", "gives a sample to two clients"),

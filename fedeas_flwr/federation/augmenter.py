@@ -232,7 +232,8 @@ def _hf_columns(dataset: Any) -> tuple[str, str]:
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     labels = labels or [name for name in kinds if name in LABEL_NAMES]
     if len(images) != 1 or len(labels) != 1:
-        raise ValueError(f"dataset: columns {', '.join(kinds)}: must be one with images and one with labels")
+        wanted = "must be one with images and one with labels; choose them with select_columns([...])"
+        raise ValueError(f"dataset: columns {', '.join(kinds)}: {wanted}")
     return images[0], labels[0]
 
 
@@ -247,6 +248,8 @@ def _item_keys(item: Any) -> tuple[Any, Any]:
 
 def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
     """Return the dataset's labels after checking them against the generator's classes."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ValueError(f"dataset: {type(dataset).__name__}: must have items by number; of a DataLoader give .dataset")
     whole = _whole_dataset(dataset)
     names = getattr(whole.features[_hf_columns(whole)[1]], "names", None) if _is_hf(whole) else None
     names = names or getattr(whole, "classes", None) or made_by.classes

@@ -368,6 +368,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"dataset: its items are Tensor torch.float32 \[1, 6, 5\]; must be \(image, label\)",
     ),
     "three values": (add(dataset=Changed(lambda item: (*item, 0))), "dataset: its items are"),
+    "loader": (add(dataset=DataLoader(Pictures(LABELS))), "dataset: DataLoader: must have items by number"),
     "dataset's name": (add("builtin"), "dataset: must be the"),
     "folder": (add("/nowhere"), "there is no /nowhere/unet"),
     "number of classes": (
