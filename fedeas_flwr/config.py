@@ -518,5 +518,5 @@ def _one_line(error: Any) -> str:
         return message
     message = message.removeprefix("Input should be ").removeprefix("must be ")
     near = difflib.get_close_matches(str(error["input"]).lower(), re.findall(r"[a-z][\w-]+", message), n=1, cutoff=0.8)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] not in str(error["input"]) else ""
     return f"{_key(str(error['loc'][0]))} = {error['input']!r}: must be {message}{hint}"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import numpy.typing as npt
@@ -298,8 +299,11 @@ def _held_by_partitioner(
     order = np.random.RandomState(seed).permutation(labels.size)
     partitioner.dataset = Dataset.from_dict({"label": labels[order], "sample": order})
     try:
-        number = partitioner.num_partitions
-        parts = [partitioner.load_partition(k).with_format("numpy")[:]["sample"] for k in range(min(number, clients))]
+        with catch_warnings(action="ignore"):  # what they warn of is checked below, or does not matter here
+            number = partitioner.num_partitions
+            parts = [
+                partitioner.load_partition(k).with_format("numpy")[:]["sample"] for k in range(min(number, clients))
+            ]
     except (Exception, SystemExit) as error:  # the rule may be a user's own
         raise ConfigError(f"partition: {partition!r} raised {describe_error(error)}") from error
     held = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]

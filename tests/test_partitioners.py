@@ -113,7 +113,7 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("partition", "arguments", "line"),
     [
-        ("pathological", "", "raised TypeError"),
+        ("pathological", "", "needs num_classes_per_partition; give it in partition-args$"),
         ("pathological", "num_classes=2", "has no argument 'num_classes'; it has class_assignment_mode"),
         ("pathological", "num_classes_per_partition=11", "raised ValueError"),
         ("pathological", "num_classes_per_partition=2 seed=1", r"seed is set by the run \(clients, alpha"),

@@ -14,7 +14,7 @@ from fedeas_flwr.common.import_path import parse_arguments
 HF = "hf:"
 """Prefix of the dataset's name."""
 OPTIONS = ("image", "label", "train", "test", "size")
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HfSpec:
 
     @property
     def may_be_on_hub(self) -> bool:
-        """Return whether nothing is at the path, and it has the form of a name on the Hugging Face Hub."""
+        """Return whether nothing is at the path, and it has the form of a name on the Hugging Face Hub, USER/NAME."""
         return _HUB_NAME.fullmatch(self.where) is not None and not self.path.exists()
 
     @property

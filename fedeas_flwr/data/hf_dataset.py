@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from logging import CRITICAL
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
@@ -81,7 +82,7 @@ def fingerprint(where: str | Path) -> str:
 
 
 def _not_there(spec: HfSpec) -> FileNotFoundError:
-    kinds = "a folder saved by datasets, an image folder, or parquet"
+    kinds = "a folder saved by datasets, an image folder, parquet, or USER/NAME on the Hub"
     return FileNotFoundError(f"{HF}{spec.where} is not there; must be {kinds}")
 
 
@@ -94,6 +95,7 @@ def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(CRITICAL)  # its errors are raised too
     with TemporaryDirectory(prefix="fedeas-") as temporary:  # the images are stored in our cache
         path = spec.path
         try:

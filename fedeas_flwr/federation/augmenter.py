@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.data.hf_dataset import LABEL_NAMES
+from fedeas_flwr.data.own_images import few_names
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.messages import AugmentTask
 from fedeas_flwr.generators.cache import ImageCache
@@ -257,11 +258,20 @@ def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
         raise ValueError(f"generator: it has {made_by.num_classes} classes, but the dataset has {len(names)}")
     if made_by.classes and list(names) != list(made_by.classes) and sorted(names) == sorted(made_by.classes):
         raise ValueError("generator: its classes are those of the dataset in another order; labels must be equal")
+    if made_by.classes and not set(names) & set(made_by.classes):
+        _warn_of_names(tuple(names), made_by.classes)
     found = _stored_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
     if found is None:
         items = (dataset[index] for index in range(len(dataset)))
         found = np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
     return checked_labels(found, len(dataset), made_by.num_classes)
+
+
+@cache
+def _warn_of_names(names: tuple[str, ...], made: tuple[str, ...]) -> None:
+    """Log once that dataset and generator have no class name in common."""
+    text = "the dataset's classes (%s) have other names than the generator's (%s): they are matched by number"
+    logger.warning(text, few_names(names), few_names(made))
 
 
 def _stored_labels(dataset: Any) -> Any:

@@ -156,7 +156,10 @@ def test_mixed_modes_are_converted(hf: Any, tmp_path: Path) -> None:
             rows(label=[0, 1] * 15, photo=[png(1)] * 30),
             "2 columns that may hold the images; it has image, label, photo",
         ),
-        ({"image": [b"no image"] * 4, "label": [0, 1] * 2}, "row 0 is not an image that can be read"),
+        (
+            {"image": [b"no image"] * 4, "label": [0, 1] * 2},
+            r"row 0 is not an image that can be read \(cannot identify image file\)$",
+        ),
         ({"image": [png(1)[:45]] * 4, "label": [0, 1] * 2}, "row 0 is not an image that can be read"),
         ({"image": [png(1), None] * 2, "label": [0, 1] * 2}, "row 1 is not an image that can be read .it is empty"),
         ({"text": ["a", "b"], "label": [0, 1]}, "no columns that may hold the images; it has text, label"),
@@ -179,6 +182,8 @@ def test_damaged_and_missing_files_are_one_line(hf: Any, tmp_path: Path) -> None
         open_dataset(f"hf:{tmp_path / 'empty'}")
     with pytest.raises(FileNotFoundError, match="hf:/nowhere is not there; must be a folder saved by datasets"):
         open_dataset("hf:/nowhere")
+    with pytest.raises(FileNotFoundError, match="hf:trees is not there"):  # a name on the Hub has a user
+        open_dataset("hf:trees")
     with pytest.raises(FileNotFoundError, match="hf:some/name is not there"):  # FEDEAS_OFFLINE: the Hub is not asked
         open_dataset("hf:some/name")
 

@@ -23,6 +23,7 @@ from users_generators import Stripes
 from fedeas_flwr import Augmenter, allocate, fill, open_generator, with_fedeas
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import augmenter, messages
+from fedeas_flwr.federation.augmenter import _labels, _MadeBy
 from fedeas_flwr.federation.flower_internals import identify_process
 from fedeas_flwr.federation.grids import GridView, InlineGrid
 from fedeas_flwr.federation.messages import AugmentTask
@@ -347,6 +348,15 @@ def named(classes: str) -> Pictures:
     dataset = Pictures()
     dataset.classes = list(classes)  # type: ignore[attr-defined]
     return dataset
+
+
+def test_other_class_names_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = named("ABCDEFGHIJ")
+    dataset.targets = LABELS
+    for _ in range(2):
+        _labels(dataset, _MadeBy(10, (8, 8, 1), tuple("0123456789")))
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "A, B, C" in warned and "0, 1, 2" in warned
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
