@@ -13,6 +13,7 @@ from PIL import Image
 from runners import run_in_process
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.config_files import absolute_paths
 from fedeas_flwr.data.datasets import dataset_info, open_dataset, short_name
@@ -186,6 +187,12 @@ def test_damaged_and_missing_files_are_one_line(hf: Any, tmp_path: Path) -> None
         open_dataset("hf:trees")
     with pytest.raises(FileNotFoundError, match="hf:some/name is not there"):  # FEDEAS_OFFLINE: the Hub is not asked
         open_dataset("hf:some/name")
+
+
+def test_only_names_with_a_user_are_looked_up_on_the_hub() -> None:
+    """Without a network, datasets finds a name without one in its cache, which may hold another dataset."""
+    assert HfSpec.parse("hf:some/name size=8").may_be_on_hub
+    assert not HfSpec.parse("hf:trees").may_be_on_hub
 
 
 def test_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
