@@ -280,7 +280,7 @@ class RunConfig(_Table):
     logit_adjustment_tau: float = Field(1.0, ge=0, le=100)
     """logit-adjusted loss: scale τ of the log prior; 0 is cross-entropy"""
     views: Literal["none", "flip-crop"] = "none"
-    """data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip it at random"""
+    """data augmentation; flip-crop: at every use, shift an image at random and, for CIFAR only, flip it at random"""
     learning_rate: float = Field(0.05, gt=0, le=100)
     """SGD step size; of the first round, if there is a schedule"""
     learning_rate_schedule: str = CONSTANT
@@ -588,5 +588,5 @@ def _one_line(error: Any) -> str:
         return message
     message = message.removeprefix("Input should be ").removeprefix("must be ")
     near = difflib.get_close_matches(str(error["input"]).lower(), re.findall(r"[a-z][\w-]+", message), n=1, cutoff=0.8)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] not in str(error["input"]) else ""
     return f"{'.'.join(map(str, error['loc']))} = {error['input']!r}: must be {message}{hint}"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import numpy.typing as npt
@@ -288,7 +289,9 @@ def _held_by_partitioner(
     set_here: dict[str, Any] = {"num_partitions": clients, "partition_by": "label", "seed": seed, "alpha": alpha}
     given = {name: _numbers(value) for name, value in parse_arguments(arguments, "partition-args").items()}
     if name := next((name for name in given if name in set_here), ""):
-        raise ConfigError(f"partition-args: {name} is set by the keys clients, alpha and partition-seed; remove it")
+        raise ConfigError(
+            f"partition-args: {name} is set by the run (clients, alpha, partition-seed, labels); remove it"
+        )
     known = {name: value for name, value in set_here.items() if accepted is None or name in accepted}
     partitioner = call_with(build, partition, "partition", {**known, **given})
     if not isinstance(partitioner, Partitioner):
@@ -296,8 +299,11 @@ def _held_by_partitioner(
     order = np.random.RandomState(seed).permutation(labels.size)
     partitioner.dataset = Dataset.from_dict({"label": labels[order], "sample": order})
     try:
-        number = partitioner.num_partitions
-        parts = [partitioner.load_partition(k).with_format("numpy")[:]["sample"] for k in range(min(number, clients))]
+        with catch_warnings(action="ignore"):  # what they warn of is checked below, or does not matter here
+            number = partitioner.num_partitions
+            parts = [
+                partitioner.load_partition(k).with_format("numpy")[:]["sample"] for k in range(min(number, clients))
+            ]
     except (Exception, SystemExit) as error:  # the rule may be a user's own
         raise ConfigError(f"partition: {partition!r} raised {describe_error(error)}") from error
     held = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]

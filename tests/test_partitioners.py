@@ -56,13 +56,14 @@ def test_paper_partitioner_gives_the_papers_totals(
     assert counts.sum() == samples and allocate(counts, "fedeas", beta=12).sum() == images
 
 
-def test_paper_partitioner_takes_named_labels() -> None:
+def test_paper_partitioner_takes_named_labels_and_decodes_no_image() -> None:
     datasets = pytest.importorskip("datasets", reason=REASON)
     pytest.importorskip("flwr_datasets", reason=REASON)
     from fedeas_flwr.data.dirichlet_partitioner import PaperDirichletPartitioner
 
     partitioner = PaperDirichletPartitioner(num_partitions=3, partition_by="label", alpha=1.0)
-    partitioner.dataset = datasets.Dataset.from_dict({"label": ["cat", "dog"] * 50})
+    table = {"label": ["cat", "dog"] * 50, "image": [{"bytes": b"no image", "path": None}] * 100}
+    partitioner.dataset = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image())
     assert sum(len(partitioner.load_partition(k)) for k in range(3)) == 100
 
 
@@ -112,10 +113,10 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("partition", "arguments", "line"),
     [
-        ("pathological", "", "raised TypeError"),
+        ("pathological", "", "needs num_classes_per_partition; give it in partition-args$"),
         ("pathological", "num_classes=2", "has no argument 'num_classes'; it has class_assignment_mode"),
         ("pathological", "num_classes_per_partition=11", "raised ValueError"),
-        ("pathological", "num_classes_per_partition=2 seed=1", "seed is set by the keys clients, alpha and"),
+        ("pathological", "num_classes_per_partition=2 seed=1", r"seed is set by the run \(clients, alpha"),
         ("size", "partition_sizes=400,300", "has 2 partitions, but clients = 4"),
         ("size", "partition_sizes=400,300,200,5", "gives a client 5 samples, and each needs 10"),
         ("fedeas_flwr.partition:Twice", "", "gives a sample to two clients"),

@@ -54,7 +54,7 @@ def write_app(root: Path, folder: Path) -> None:
             shutil.copyfile(root / name, staged / name)
         (staged / _PROJECT_FILE).write_text(tomli_w.dumps(project), encoding="utf-8")
         for page in staged.rglob("*.md"):
-            text = page.read_text(encoding="utf-8", errors="surrogateescape")  # Flower names a file with other bytes
+            text = page.read_text(encoding="utf-8", errors="surrogateescape")  # `check_app` names other encodings
             text = _without_dead_links(text, page.parent)
             page.write_text(text, encoding="utf-8", errors="surrogateescape")
         try:

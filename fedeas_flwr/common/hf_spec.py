@@ -14,7 +14,7 @@ from fedeas_flwr.common.import_path import parse_arguments
 HF = "hf:"
 """Prefix of the dataset's name."""
 OPTIONS = ("image", "label", "train", "test", "size")
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ class HfSpec:
     """The options as the user wrote them."""
 
     @classmethod
-    def parse(cls, text: str) -> HfSpec:
-        """Return the parts of ``hf:PATH NAME=VALUE …``; a text without the prefix is a path."""
+    def parse(cls, text: str, key: str = "dataset") -> HfSpec:
+        """Return the parts of ``hf:PATH NAME=VALUE …``; a text without the prefix is a path. Errors name the key."""
         if not text.startswith(HF):
             return cls(text)
         where, written = re.fullmatch(r"(.*?)(\s+\w+=.*)?", text.removeprefix(HF), re.S).groups("")  # type: ignore[union-attr]
-        options = {name: str(value) for name, value in parse_arguments(written, "dataset").items()}
+        options = {name: str(value) for name, value in parse_arguments(written, key).items()}
+        if not where:
+            raise ConfigError(f"{key} = {text!r}: must be {HF}PATH")
         if unknown := [name for name in options if name not in OPTIONS]:
-            raise ConfigError(f"dataset = {text!r}: no option {unknown[0]!r}; there are {', '.join(OPTIONS)}")
+            raise ConfigError(f"{key} = {text!r}: no option {unknown[0]!r}; there are {', '.join(OPTIONS)}")
         if not re.fullmatch(r"|[1-9]\d{0,4}(x[1-9]\d{0,4})?", options.get("size", "")):
-            raise ConfigError(f"dataset = {text!r}: size must be pixels, such as 32 or HEIGHTxWIDTH")
+            raise ConfigError(f"{key} = {text!r}: size must be pixels, such as 32 or HEIGHTxWIDTH")
         return cls(where, options, written)
 
     @property
@@ -46,7 +48,7 @@ class HfSpec:
 
     @property
     def may_be_on_hub(self) -> bool:
-        """Return whether nothing is at the path, and it has the form of a name on the Hugging Face Hub."""
+        """Return whether nothing is at the path, and it has the form of a name on the Hugging Face Hub, USER/NAME."""
         return _HUB_NAME.fullmatch(self.where) is not None and not self.path.exists()
 
     @property

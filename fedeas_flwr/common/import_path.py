@@ -18,11 +18,11 @@ _PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 _WORDS = {"true": True, "false": False}
 
 
-def check_installed(package: str, extra: str, key: str) -> None:
-    """Raise `ConfigError`, beginning with ``key`` and its value, if a package of an extra is not installed."""
+def check_installed(package: str, extra: str, what: str) -> None:
+    """Raise `ConfigError`, beginning with ``what`` needs it, if a package of an extra is not installed."""
     if find_spec(package) is None:
         name = package.replace("_", "-")
-        raise ConfigError(f"{key}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
+        raise ConfigError(f"{what}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
 
 
 def is_import_path(value: str) -> bool:
@@ -73,6 +73,15 @@ def accepted_arguments(function: Any) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword)
 
 
+def _required_arguments(function: Any) -> list[str]:
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [each.name for each in parameters if each.kind in named and each.default is Parameter.empty]
+
+
 def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], arguments_key: str = "") -> Any:
     """Call a user's function or class with arguments by keyword; raise `ConfigError`, naming the ``key``, if it fails.
 
@@ -84,6 +93,9 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
         if accepted is not None and name not in accepted:
             allowed = ", ".join(sorted(accepted)) or "none"
             raise ConfigError(f"{arguments_key or f'{key}-args'}: {path!r} has no argument {name!r}; it has {allowed}")
+    missing = [name for name in _required_arguments(function) if name not in arguments]
+    if missing:
+        raise ConfigError(f"{key}: {path!r} needs {', '.join(missing)}; give it in {arguments_key or f'{key}-args'}")
     try:
         return function(**arguments)
     except ConfigError:  # it names the key itself

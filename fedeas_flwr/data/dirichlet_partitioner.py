@@ -60,7 +60,8 @@ class PaperDirichletPartitioner(Partitioner):  # type: ignore[misc]  # the packa
 
     def _partition(self) -> Partition:
         if self._made is None:
-            labels = np.asarray(self.dataset.with_format("numpy")[:][self._partition_by])
+            column = self._partition_by
+            labels = np.asarray(self.dataset.select_columns(column).with_format("numpy")[:][column])
             if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
                 labels = np.unique(labels, return_inverse=True)[1]
             self._made = dirichlet_partition(

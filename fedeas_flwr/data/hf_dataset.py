@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from logging import CRITICAL
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
@@ -81,19 +82,20 @@ def fingerprint(where: str | Path) -> str:
 
 
 def _not_there(spec: HfSpec) -> FileNotFoundError:
-    kinds = "a folder saved by datasets, an image folder, or parquet"
+    kinds = "a folder saved by datasets, an image folder, parquet, or USER/NAME on the Hub"
     return FileNotFoundError(f"{HF}{spec.where} is not there; must be {kinds}")
 
 
 @contextmanager
 def _opened(spec: HfSpec) -> Iterator[Mapping[str, Any]]:
     """Yield the dataset's splits by name; a dataset without splits is called ``all``."""
-    check_installed("datasets", "datasets", f"dataset = {HF + spec.where!r}")
+    check_installed("datasets", "datasets", HF + spec.where)
     if not spec.path.exists() and (not spec.may_be_on_hub or os.environ.get("FEDEAS_OFFLINE")):
         raise _not_there(spec)
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(CRITICAL)  # its errors are raised too
     with TemporaryDirectory(prefix="fedeas-") as temporary:  # the images are stored in our cache
         path = spec.path
         try:
@@ -197,7 +199,7 @@ def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], tup
     found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     found = found or [name for name in features if name in LABEL_NAMES and name != image]
     column = _column(spec, "label", features, found)
-    values = list(rows.select_columns(column).with_format(None)[column])
+    values = rows.select_columns(column).with_format(None)[:][column]
     if None in values:
         raise ValueError(f"{spec.where}: row {values.index(None)} has no label in column {column!r}")
     if all(isinstance(value, str) for value in values):

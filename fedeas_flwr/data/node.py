@@ -115,7 +115,8 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
             listed = f"there are {', '.join(NODE_KEYS)}"
             raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS, listed)}")
     data_path = _text(node_config, "data-path")
-    if data_path and not expanded(HfSpec.parse(data_path).where, "node-config: data-path").exists():
+    key = "node-config: data-path"
+    if data_path and not expanded(HfSpec.parse(data_path, key).where, key).exists():
         raise ConfigError(
             f"node-config: data-path = '{data_path}' is not there: must be an image folder, an .npz file or hf:PATH"
         )

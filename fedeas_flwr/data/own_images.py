@@ -7,6 +7,7 @@ unpickled, and sizes are checked from file headers before pixels are read.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Sequence
 from functools import cache
 from os import DirEntry
@@ -211,7 +212,7 @@ def _read_header(file: ImageFile) -> tuple[tuple[int, int], str]:
             swapped = _orientation(image) >= _FIRST_SWAPPED
             return (image.width, image.height) if swapped else (image.height, image.width), image.mode
     except (OSError, ValueError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
-        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
+        raise _unreadable(file, error) from None
 
 
 def _orientation(image: Image.Image) -> int:
@@ -225,6 +226,11 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # Pillow raises many types for damaged EXIF, and the pixels may be intact
         return 1
     return found if isinstance(found, int) and found in _TURNS else 1
+
+
+def _unreadable(file: ImageFile, error: BaseException) -> ValueError:
+    why = re.sub(r" <_io\.\w+ .*?>", "", one_line(error))  # Pillow names the open file as an object
+    return ValueError(f"{file} is not an image that can be read ({why})")
 
 
 def _content(file: ImageFile) -> BinaryIO:
@@ -249,7 +255,7 @@ def _read_file(file: ImageFile, size: tuple[int, int], channels: int) -> NDArray
             pixels = pixels.convert("L" if channels == 1 else "RGB")
     # A broken PNG is a SyntaxError; an image that Pillow cannot convert is a ValueError.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
+        raise _unreadable(file, error) from None
     if pixels.size != (size[1], size[0]):
         pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)
     return np.asarray(pixels, dtype=np.uint8).reshape(*size, channels)

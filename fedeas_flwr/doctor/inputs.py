@@ -109,7 +109,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
         if config.clients <= _CLIENTS:
             _counts(config)
     except ValueError as error:
-        return [problem("clients", error, "use fewer clients, a larger alpha or another partition")]
+        return [problem("clients", error, "use other clients, alpha, partition or partition-args")]
     return [ok("clients", f"{config.clients:,}")]
 
 

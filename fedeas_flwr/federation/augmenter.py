@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.data.hf_dataset import LABEL_NAMES
+from fedeas_flwr.data.own_images import few_names
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.messages import AugmentTask
 from fedeas_flwr.generators.cache import ImageCache
@@ -232,7 +233,8 @@ def _hf_columns(dataset: Any) -> tuple[str, str]:
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
     labels = labels or [name for name in kinds if name in LABEL_NAMES]
     if len(images) != 1 or len(labels) != 1:
-        raise ValueError(f"dataset: columns {', '.join(kinds)}: must be one with images and one with labels")
+        wanted = "must be one with images and one with labels; choose them with select_columns([...])"
+        raise ValueError(f"dataset: columns {', '.join(kinds)}: {wanted}")
     return images[0], labels[0]
 
 
@@ -247,6 +249,8 @@ def _item_keys(item: Any) -> tuple[Any, Any]:
 
 def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
     """Return the dataset's labels after checking them against the generator's classes."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ValueError(f"dataset: {type(dataset).__name__}: must have items by number; of a DataLoader give .dataset")
     whole = _whole_dataset(dataset)
     names = getattr(whole.features[_hf_columns(whole)[1]], "names", None) if _is_hf(whole) else None
     names = names or getattr(whole, "classes", None) or made_by.classes
@@ -254,43 +258,59 @@ def _labels(dataset: Any, made_by: _MadeBy) -> Labels:
         raise ValueError(f"generator: it has {made_by.num_classes} classes, but the dataset has {len(names)}")
     if made_by.classes and list(names) != list(made_by.classes) and sorted(names) == sorted(made_by.classes):
         raise ValueError("generator: its classes are those of the dataset in another order; labels must be equal")
-    found = _raw_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    if made_by.classes and not set(names) & set(made_by.classes):
+        _warn_of_names(tuple(names), made_by.classes)
+    found = _stored_labels(dataset) if len(dataset) else np.zeros(0, np.int64)
+    if found is None:
+        items = (dataset[index] for index in range(len(dataset)))
+        found = np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
     return checked_labels(found, len(dataset), made_by.num_classes)
 
 
-def _raw_labels(dataset: Any) -> Any:
+@cache
+def _warn_of_names(names: tuple[str, ...], made: tuple[str, ...]) -> None:
+    """Log once that dataset and generator have no class name in common."""
+    text = "the dataset's classes (%s) have other names than the generator's (%s): they are matched by number"
+    logger.warning(text, few_names(names), few_names(made))
+
+
+def _stored_labels(dataset: Any) -> Any:
+    """Return the labels that a dataset stores apart from its items, or None."""
     if isinstance(dataset, Subset):
-        return _raw_labels(dataset.dataset)[np.asarray(dataset.indices)]
+        stored = _stored_labels(dataset.dataset)
+        return None if stored is None else stored[np.asarray(dataset.indices)]
     if _is_hf(dataset):
         column = _hf_columns(dataset)[1]
-        return np.asarray(dataset.select_columns(column).with_format(None)[column])
+        return np.asarray(dataset.select_columns(column).with_format(None)[:][column])
     if isinstance(dataset, TensorDataset):
         return _to_numpy(dataset.tensors[-1])
     attribute = next((name for name in ("targets", "labels") if hasattr(dataset, name)), None)
     if attribute and getattr(dataset, "target_transform", None) is None:
         return _to_numpy(getattr(dataset, attribute))
-    items = (dataset[index] for index in range(len(dataset)))
-    return np.array([_to_numpy(item[_item_keys(item)[1]]) for item in items])
+    return None
 
 
 def _item_maker(dataset: Any, transform: Callable[[Image.Image], Any] | None) -> Callable[[Image.Image, int], Any]:
-    """Return a function that makes an item like those of the dataset from an image and a label."""
+    """Return a function that makes an item like those of the dataset from an image and a label; it can be pickled."""
     whole = _whole_dataset(dataset)
     if _is_hf(whole) and whole.format["type"] == "custom" and transform is None:
         image_key, label_key = _hf_columns(whole)
-        of_batch = whole.format["format_kwargs"]["transform"]
-        return lambda image, label: {
-            key: values[0] for key, values in of_batch({image_key: [image], label_key: [label]}).items()
-        }
+        return partial(_transform_row, whole.format["format_kwargs"]["transform"], image_key, label_key)
     item = dataset[0]
     image_key, label_key = _hf_columns(whole) if _is_hf(whole) else _item_keys(item)
-    like, change = item[label_key], transform or getattr(whole, "transform", None) or (lambda image: image)
+    change = transform or getattr(whole, "transform", None)
+    return partial(_make_item, change, (image_key, label_key) if isinstance(item, dict) else None, item[label_key])
 
-    def make(image: Image.Image, label: int) -> Any:
-        own = like.new_tensor(label) if isinstance(like, torch.Tensor) else type(like)(label)
-        return {image_key: change(image), label_key: own} if isinstance(item, dict) else (change(image), own)
 
-    return make
+def _transform_row(transform: Any, image_key: str, label_key: str, image: Image.Image, label: int) -> dict[str, Any]:
+    return {key: values[0] for key, values in transform({image_key: [image], label_key: [label]}).items()}
+
+
+def _make_item(change: Any, keys: tuple[Any, Any] | None, like: Any, image: Image.Image, label: int) -> Any:
+    """Return an item with a label ``like`` that of a real one: a dict if it has keys, else a pair."""
+    own = like.new_tensor(label) if isinstance(like, torch.Tensor) else type(like)(label)
+    item = (change(image) if change else image), own
+    return dict(zip(keys, item, strict=True)) if keys else item
 
 
 def _check_items(real: Any, synthetic: Any) -> None:

@@ -367,7 +367,9 @@ def failure_reason(message: Message) -> str:
     """Return the reason of a failed reply in one line, and log all of it."""
     reason = (message.error.reason or f"error {message.error.code}").strip()
     log(ERROR, "node %d failed: %s", message.metadata.src_node_id, indented_lines(reason))
-    return one_line(reason.partition("\n")[0], MAX_LINE) or "no reason given"
+    lines = reason.splitlines()
+    cause = lines[-1].removesuffix("'>") if "RayTaskError" in lines[0] else lines[0]  # Ray's traceback ends with it
+    return one_line(cause, MAX_LINE) or "no reason given"
 
 
 def _validated(record: ArrayRecord, expected: Arrays) -> Arrays:

@@ -81,7 +81,7 @@ class Classifier:
 def independent_classifier(dataset_name: str, data_dir: str = "", device: str = "cpu") -> Classifier:
     """Return the dataset's classifier, trained on first use and stored in the user's cache.
 
-    For CIFAR it is a resnet18, trained in minutes on a GPU; for others a small-cnn, for digits in seconds on a CPU.
+    It is a resnet18 for CIFAR (minutes on a GPU) and a small-cnn for other datasets (digits: seconds on a CPU).
     """
     return _independent_classifier(dataset_name, data_dir, find_source(dataset_name, data_dir).origin, device)
 

@@ -13,7 +13,7 @@ from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import is_own
 from fedeas_flwr.own_policies import check_policy, probe_counts
-from fedeas_flwr.partition import DIRICHLET, make_partition, plan_labels
+from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import POLICIES, allocate, settings_of
 
 
@@ -21,39 +21,22 @@ def planned_counts(
     config: RunConfig, clients: int, progress: Callable[[int], None] | None = None, *, keep: bool = True
 ) -> Labels:
     """Return the label counts of a run's clients; with ``keep`` the partition is stored in the user's cache."""
-    return partition_counts(
-        config.dataset,
+    if is_own(config.dataset):
+        labels = partitioned_labels(open_dataset(config.dataset), config.protocol)
+    else:
+        labels = plan_labels(config.dataset, config.protocol)
+    partition = make_partition(
+        labels,
         config.protocol,
         clients,
         config.alpha,
         config.partition_seed,
+        cache_root() if keep else None,
+        progress,
         partition=config.partition,
         arguments=config.partition_args,
-        progress=progress,
-        keep=keep,
     )
-
-
-def partition_counts(
-    dataset: str,
-    protocol: str,
-    clients: int,
-    alpha: float,
-    seed: int,
-    *,
-    partition: str = DIRICHLET,
-    arguments: str = "",
-    progress: Callable[[int], None] | None = None,
-    keep: bool = True,
-) -> Labels:
-    """Return the label counts of a partition; with ``keep`` false it is not stored. See `make_partition`."""
-    own = is_own(dataset)  # its labels must be read
-    labels = partitioned_labels(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
-    root = cache_root() if keep else None
-    made = make_partition(
-        labels, protocol, clients, alpha, seed, root, progress, partition=partition, arguments=arguments
-    )
-    return made.counts(labels, len(dataset_info(dataset).classes))
+    return partition.counts(labels, len(dataset_info(config.dataset).classes))
 
 
 def planned_allocation(config: RunConfig, counts: Labels) -> Labels:

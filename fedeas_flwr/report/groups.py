@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, identity
@@ -233,7 +234,7 @@ def group_key(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     Folders count by name: an exported record has no paths, and a run and its record are the same run.
     """
     values = identity(config, ("seed", "data-dir", *free))
-    dataset = {"dataset": short_name(config.dataset)}
+    dataset = {"dataset": short_name(config.dataset) + HfSpec.parse(config.dataset).written}
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
 

@@ -213,7 +213,7 @@ def policies_table(folder: Path) -> Table:
             raise ConfigError(f"{folder} has two records with policy = '{config.policy}' and seed = {config.seed}")
         seeds[config.seed] = measure(run, config)
     base = found.get("none", {})
-    table = Table(["Policy", "Seeds", "Images, mean", "Last-20 %", "Peak %", "To none", "Seeds above it"])
+    table = Table(["Policy", "Seeds", "Images, mean", "Last-20 %", "Peak %", "vs none", "Seeds above it"])
     for policy in sorted(found, key=lambda name: (name != "none", name)):
         runs = dict(sorted(found[policy].items()))
         last = Value(policy, "last-20 %", tuple(100 * run.last_20 for run in runs.values()), tuple(runs), None)

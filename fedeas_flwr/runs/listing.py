@@ -13,6 +13,7 @@ from typing import Any
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.runs.directory import RunDirectory
@@ -249,6 +250,10 @@ _PLACE = r"\S*[/\\@]|\S*\b\d+\.\d+\.\d+\.\d+\b|[\w.-]+:\d|\S*\b[0-9a-f]*:[0-9a-f
 
 def without_folder(spec: str) -> str:
     """Return the last part of a path, with its prefix if any: ``bank:images.npz`` for ``bank:/home/me/images.npz``."""
+    if spec.startswith(HF):  # options may follow; a run's relative path is a name on the Hub
+        dataset = HfSpec.parse(spec)
+        path = Path(dataset.where)
+        return f"{HF}{path.name if path.is_absolute() else path}{dataset.written}"
     kind, colon, where = spec.partition(":")
     is_kind = colon and "/" not in kind  # a folder's name may contain a colon
     return kind + colon + Path(where).name if is_kind else Path(spec).name

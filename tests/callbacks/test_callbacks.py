@@ -39,7 +39,7 @@ from fedeas_flwr.runs.listing import export
         ),
         ("users_callbacks:broken", "callbacks: 'users_callbacks:broken' raised ArithmeticError: out of luck"),
         ("builtins:dict", "callbacks: 'builtins:dict' returned {}, without on_run_start, on_round_end, on_run_end"),
-        ("users_callbacks:StopAt", "callbacks: 'users_callbacks:StopAt' raised TypeError: .* 'last'"),
+        ("users_callbacks:StopAt", "callbacks: 'users_callbacks:StopAt' needs last; give it in callbacks"),
         ("users_callbacks:StopAt(first=1)", "callbacks: 'users_callbacks:StopAt' has no argument 'first'; it has last"),
         ("early-stop(0.8)", "callbacks: arguments of early-stop = '0.8': must be NAME=VALUE"),
         ("early-stop", "callbacks = 'early-stop': needs target, patience or both"),

@@ -62,6 +62,8 @@ def test_an_unknown_argument_and_an_error_inside_are_one_line() -> None:
     assert call_with(of, "tests:of", "policy", {"count": 2, "scale": 0.5}) == 1.0
     with pytest.raises(ConfigError, match=r"^policy-args: 'tests:of' has no argument 'size'; it has count, scale$"):
         call_with(of, "tests:of", "policy", {"size": 1})
+    with pytest.raises(ConfigError, match=r"^policy: 'tests:of' needs count; give it in policy-args$"):
+        call_with(of, "tests:of", "policy", {"scale": 1})
     with pytest.raises(ConfigError, match=r"^callbacks: 'tests:of' has no argument 'size'"):
         call_with(of, "tests:of", "callbacks", {"size": 1}, "callbacks")
     with pytest.raises(ConfigError, match=r"^policy: 'tests:of' raised TypeError: 'int' object is not callable$"):

@@ -13,6 +13,7 @@ from PIL import Image
 from runners import run_in_process
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.config_files import absolute_paths
 from fedeas_flwr.data.datasets import dataset_info, open_dataset, short_name
@@ -120,8 +121,20 @@ def test_node_reads_a_saved_folder_by_class_name(hf: Any, tmp_path: Path) -> Non
     other = read_node({"client-id": 3, "data-path": f"hf:{saved(hf, tmp_path / 'other', 9, (*KINDS, 'yew'))}"})
     with pytest.raises(ValueError, match="has a class 'yew'; the dataset's classes are ash, elm, oak"):
         local_data(config, other)
-    with pytest.raises(ConfigError, match="data-path = 'hf:/nowhere' is not there"):
-        read_node({"client-id": 3, "data-path": "hf:/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("hf:/nowhere", "data-path = 'hf:/nowhere' is not there"),
+        ("hf:", "data-path = 'hf:': must be hf:PATH"),
+        ("hf:/tmp labl=kind", "data-path = 'hf:/tmp labl=kind': no option 'labl'"),
+        ("hf:/tmp size=0", "data-path = 'hf:/tmp size=0': size must be pixels"),
+    ],
+)
+def test_wrong_data_path_is_named(given: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^node-config: {line}"):
+        read_node({"client-id": 3, "data-path": given})
 
 
 def test_mixed_modes_are_converted(hf: Any, tmp_path: Path) -> None:
@@ -144,7 +157,10 @@ def test_mixed_modes_are_converted(hf: Any, tmp_path: Path) -> None:
             rows(label=[0, 1] * 15, photo=[png(1)] * 30),
             "2 columns that may hold the images; it has image, label, photo",
         ),
-        ({"image": [b"no image"] * 4, "label": [0, 1] * 2}, "row 0 is not an image that can be read"),
+        (
+            {"image": [b"no image"] * 4, "label": [0, 1] * 2},
+            r"row 0 is not an image that can be read \(cannot identify image file\)$",
+        ),
         ({"image": [png(1)[:45]] * 4, "label": [0, 1] * 2}, "row 0 is not an image that can be read"),
         ({"image": [png(1), None] * 2, "label": [0, 1] * 2}, "row 1 is not an image that can be read .it is empty"),
         ({"text": ["a", "b"], "label": [0, 1]}, "no columns that may hold the images; it has text, label"),
@@ -167,13 +183,22 @@ def test_damaged_and_missing_files_are_one_line(hf: Any, tmp_path: Path) -> None
         open_dataset(f"hf:{tmp_path / 'empty'}")
     with pytest.raises(FileNotFoundError, match="hf:/nowhere is not there; must be a folder saved by datasets"):
         open_dataset("hf:/nowhere")
+    with pytest.raises(FileNotFoundError, match="hf:trees is not there"):  # a name on the Hub has a user
+        open_dataset("hf:trees")
     with pytest.raises(FileNotFoundError, match="hf:some/name is not there"):  # FEDEAS_OFFLINE: the Hub is not asked
         open_dataset("hf:some/name")
 
 
+def test_only_names_with_a_user_are_looked_up_on_the_hub() -> None:
+    """Without a network, datasets finds a name without one in its cache, which may hold another dataset."""
+    assert HfSpec.parse("hf:some/name size=8").may_be_on_hub
+    assert not HfSpec.parse("hf:trees").may_be_on_hub
+
+
 def test_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedeas_flwr.common.import_path.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package datasets, pip install 'fedeas-flwr\[datasets\]'"):
+    line = rf"^dataset: hf:{tmp_path}: needs the package datasets, pip install 'fedeas-flwr\[datasets\]'"
+    with pytest.raises(ValueError, match=line):
         open_dataset(f"hf:{tmp_path}")
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from runners import black_bank, fedeas, run_in_process
 from test_cli import QUICKSTART
 
-from fedeas_flwr.callbacks import interface
 from fedeas_flwr.commands.doctor import show
+from fedeas_flwr.common import import_path
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.doctor import findings as findings_module
@@ -64,7 +64,7 @@ def fake_versions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_requirements_come_from_the_project_and_ray_from_flower() -> None:
     ranges = packages.requirements()
-    assert str(ranges["torchvision"]) == "<0.27,>=0.25"
+    assert str(ranges["torch"]) == "<2.12,>=2.10"
     assert ranges["ray"].contains(metadata.version("ray")) and "==" in str(ranges["ray"])
     assert {finding.state for finding in packages.check_packages(config())} == {"ok"}
 
@@ -105,12 +105,12 @@ def test_check_torch_pair_without_operators_is_a_problem(monkeypatch: pytest.Mon
 
 
 def test_check_callbacks_only_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "find_spec", lambda name: None)
+    monkeypatch.setattr(import_path, "find_spec", lambda name: None)
     assert list(packages.check_callbacks(config())) == []
     asked = config(callbacks="tensorboard")
     missing = next(found for found in findings_module.examine(asked) if found.name == "callbacks")
     assert missing.state == "problem" and "pip install 'fedeas-flwr[tensorboard]'" in missing.text
-    monkeypatch.setattr(interface, "find_spec", lambda name: object())
+    monkeypatch.setattr(import_path, "find_spec", lambda name: object())
     found = only(packages.check_callbacks, config(callbacks="tensorboard, early-stop(patience=5)"))
     assert (found.state, found.text) == ("ok", "tensorboard, early-stop: can be called")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from users_generators import Stripes
 from fedeas_flwr import Augmenter, allocate, fill, open_generator, with_fedeas
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import augmenter, messages
+from fedeas_flwr.federation.augmenter import _labels, _MadeBy
 from fedeas_flwr.federation.flower_internals import identify_process
 from fedeas_flwr.federation.grids import GridView, InlineGrid
 from fedeas_flwr.federation.messages import AugmentTask
@@ -158,6 +160,24 @@ def test_synthetic_items_look_like_real_ones(form: str) -> None:
         counts = np.bincount(labels.numpy(), minlength=4)
         start = 1 if form == "subset" else 0
         assert (counts == np.bincount(LABELS[start:], minlength=4) + planned(here)).all()
+
+
+def test_labels_of_a_subset_are_read_from_its_own_items_only() -> None:
+    read: list[int] = []
+
+    def change(item: Any) -> Any:
+        read.append(item[1])
+        return item
+
+    Augmenter(GENERATOR).augment(Subset(Changed(change), range(90, len(LABELS))), message("none"), context())
+    assert read == LABELS[90:].tolist()
+
+
+@pytest.mark.parametrize("transform", [to_tensor, None])
+def test_result_can_be_pickled_for_spawned_workers(transform: Any) -> None:
+    whole = Augmenter(GENERATOR).augment(Pictures(transform=transform), message(), context())
+    (image, label), (expected, expected_label) = pickle.loads(pickle.dumps(whole))[-1], whole[-1]
+    assert np.array_equal(image, expected) and label == expected_label
 
 
 def test_torchvision_image_folder(tmp_path: Path) -> None:
@@ -330,6 +350,15 @@ def named(classes: str) -> Pictures:
     return dataset
 
 
+def test_other_class_names_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = named("ABCDEFGHIJ")
+    dataset.targets = LABELS
+    for _ in range(2):
+        _labels(dataset, _MadeBy(10, (8, 8, 1), tuple("0123456789")))
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "A, B, C" in warned and "0, 1, 2" in warned
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no β": (
         add(out=Message(RecordDict(), 1, MessageType.TRAIN)),
@@ -349,6 +378,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"dataset: its items are Tensor torch.float32 \[1, 6, 5\]; must be \(image, label\)",
     ),
     "three values": (add(dataset=Changed(lambda item: (*item, 0))), "dataset: its items are"),
+    "loader": (add(dataset=DataLoader(Pictures(LABELS))), "dataset: DataLoader: must have items by number"),
     "dataset's name": (add("builtin"), "dataset: must be the"),
     "folder": (add("/nowhere"), "there is no /nowhere/unet"),
     "number of classes": (

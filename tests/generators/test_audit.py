@@ -213,6 +213,7 @@ def audit(generator: object, out: Path, *words: str) -> tuple[int, dict[str, Any
     return done.returncode, json.loads((out / "audit.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_audit_flags_an_overfitted_model_only(
     sides: Path, digits_generator: Path, digits: Dataset, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def write_run(
     values |= {key.replace("_", "-"): value for key, value in keys.items()}
     config = parse_config(values)
     run = RunDirectory.start(config, describe_environment("cpu"))
-    if not config.dataset.startswith("own:"):  # those may be gone
+    if not config.dataset.startswith(("own:", "hf:")):  # those may be gone
         run.record_inputs(config.dataset, dataset_info(config.dataset).classes, {})
     for number, accuracy in enumerate(accuracies, 1):
         seconds = {"clients": 2.0, "aggregate": 0.5, "end_wait": 0.25, "evaluate": 0.25}

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
+from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning.beta_selection import Limits, choose
 from fedeas_flwr.planning.budget_path import BudgetPath
-from fedeas_flwr.planning.run_plan import partition_counts
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import Document, as_html
@@ -118,7 +118,8 @@ def test_report_figures_have_no_overlap(name: str) -> None:
 
 @pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), ("cifar10", 20)])
 def test_plan_figures_have_no_overlap(dataset: str, clients: int) -> None:
-    path = BudgetPath(partition_counts(dataset, "paper", clients, 0.1, 42))
+    partition = make_partition(dataset, "paper", clients, 0.1, 42)
+    path = BudgetPath(partition.counts(plan_labels(dataset, "paper"), 10))
     choice = choose(path, Limits(min_removed=0.5, max_synthetic=0.4), [4.0, 8.0, 12.0, 16.0, 20.0])
     for chosen in (None, choice):
         assert {name: bad for name, f in plan_figures(path, 12.0, chosen).items() if (bad := faults(f))} == {}

@@ -34,7 +34,7 @@ from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.report.run_figures import draw_classes
 from fedeas_flwr.report.writing import print_comparison
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.listing import export
+from fedeas_flwr.runs.listing import export, portable_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "results" / "quickstart"
@@ -215,6 +215,14 @@ def test_run_and_its_exported_record_count_once(tmp_path: Path) -> None:
     export(run, tmp_path / "record")
     groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
     assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and " repeats " in left_out[0]
+
+
+def test_hf_datasets_with_other_options_are_other_groups(tmp_path: Path) -> None:
+    datasets = ("hf:/a/trees size=8", "hf:/b/trees size=8", "hf:/b/trees size=16", "hf:user/trees")
+    runs = [write_run(tmp_path / str(seed), [0.5], dataset=name, seed=seed) for seed, name in enumerate(datasets)]
+    assert [len(group.members) for group in group_runs(runs)[0]] == [2, 1, 1]
+    assert portable_config(runs[0].config())["dataset"] == "hf:trees size=8"
+    assert portable_config(runs[3].config())["dataset"] == "hf:user/trees"
 
 
 def test_interrupted_run_is_shown_up_to_its_last_round(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_bad_schedule_is_one_line(schedule: str) -> None:
         parse_config({"learning-rate-schedule": schedule})
     line = f"learning-rate-schedule = {schedule!r}: must be constant, cosine, 'exponential FACTOR', or 'step FACTOR"
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+    assert "did you mean 'exponential'" not in str(refused.value)
 
 
 def test_vanishing_rate_is_one_line() -> None:

@@ -235,7 +235,7 @@ class FusedSGD:
     ) -> None:
         """Take the step, add ``loss`` × ``samples`` to the sum, and increment the row counter.
 
-        A captured step contains a ``rate`` that is a number; it reads a float32 tensor anew at every replay.
+        A captured step contains a ``rate`` that is a number; it reads a float32 tensor at every replay.
         """
         ordered = [_in_memory_order(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         self._addresses = [gradient.data_ptr() for gradient in ordered]

@@ -86,7 +86,7 @@ class Weights:
     def descend(self, directions: Sequence[torch.Tensor], rate: float | torch.Tensor) -> None:
         """Add ``-rate`` times the directions to the masters, and update the model's copies.
 
-        A captured step contains a number as it is; it reads a tensor anew at every replay.
+        A captured step contains a number as it is; it reads a tensor at every replay.
         """
         if isinstance(rate, torch.Tensor):
             directions, rate = torch._foreach_mul(list(directions), rate), 1.0
