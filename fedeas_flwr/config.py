@@ -150,6 +150,9 @@ class GeneratorTraining(_Table):
     preset: Literal["auto", "digits", "cifar-small", "paper"] = "auto"
     """network, noise schedule and loss, as in `fedeas train-generator`; auto: digits for digits, otherwise
     cifar-small"""
+    start: str = ""
+    """folder of a trained generator with the preset's network to start from, such as a public one; its classes may
+    differ; empty: random weights"""
     local_steps: int = Field(20, ge=1, le=100_000)
     """training steps per client and round"""
     batch_size: int = Field(64, ge=1, le=65_536)
@@ -160,9 +163,9 @@ class GeneratorTraining(_Table):
     """Adam step size after the warm-up; it falls to 0 after the last round by a cosine; 0: the preset's"""
     warm_up: int = Field(1, ge=0, le=100_000)
     """rounds in which the learning rate rises linearly"""
-    average_moments: bool = True
-    """send Adam's moments with the model and average them too, which triples the traffic; false: they start at 0 in
-    every round"""
+    average_moments: Literal["both", "second", "none"] = "both"
+    """which of Adam's two moments clients send with the model, to be averaged too; both triple the traffic, the second
+    doubles it; the others start at 0 in every round"""
     ema_decay: float = Field(0.985, ge=0, lt=1)
     """decay per round of the server's moving average of the weights, which becomes the generator"""
     held_out: float = Field(0.0, ge=0, le=0.5)
@@ -475,9 +478,9 @@ class RunConfig(_Table):
                 "evaluation = 'federated' needs generator-training.held-out above 0 with task = 'generator': clients "
                 "evaluate on images that they hold out"
             )
-        if self.dp != "none" and self.generator_training.average_moments:
+        if self.dp != "none" and self.generator_training.average_moments != "none":
             raise ValueError(
-                f"dp = '{self.dp}' needs generator-training.average-moments = false: Adam's moments would be sent "
+                f"dp = '{self.dp}' needs generator-training.average-moments = none: Adam's moments would be sent "
                 "without noise"
             )
 
@@ -525,7 +528,7 @@ class RunConfig(_Table):
 
     def to_user_dict(self) -> dict[str, Any]:
         """Return the config as users write it: kebab-case keys, plain values."""
-        return _flatten(self.model_dump(by_alias=True))
+        return flatten(self.model_dump(by_alias=True))
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """Return a validated copy with some fields changed."""
@@ -548,7 +551,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     ConfigError names in one line an unknown key, or a key, its value and what is allowed.
     """
     nested: dict[str, Any] = {}
-    for key, value in _flatten(values).items():
+    for key, value in flatten(values).items():
         if key not in KEYS:
             raise ConfigError(unknown_key(key, value, KEYS))
         table, dot, name = key.rpartition(".")
@@ -559,8 +562,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
 
 
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of nested tables as ``table.key``."""
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the keys of nested tables as ``table.key``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         nested = key in TABLES and isinstance(value, Mapping)

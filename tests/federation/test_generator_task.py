@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from requires_gpu import on_a_gpu
 from runners import finish, run_in_process, small, weights
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import trainer as trainer_module
 from fedeas_flwr.generators.learn.denoiser import MOMENTS, step_seed
-from fedeas_flwr.generators.learn.federated import LocalDenoiser, federated_preset, split_held_out
+from fedeas_flwr.generators.learn.federated import (
+    DenoiserPool,
+    LocalDenoiser,
+    federated_preset,
+    initial_state,
+    split_held_out,
+)
 from fedeas_flwr.generators.learn.trainer import Trainer
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.launch.prepare import evaluate_run
@@ -120,7 +129,7 @@ def test_run_writes_a_generator_that_another_run_takes(tmp_path: Path) -> None:
 
 
 def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:
-    run = finish(tiny(tmp_path / "r", {"average-moments": False}, rounds=1))
+    run = finish(tiny(tmp_path / "r", {"average-moments": "none"}, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.buffers == {}
     assert "sent its weights, its number" in (run.path / "generator" / "README.md").read_text()
@@ -149,7 +158,7 @@ def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
     [
         ({"policy": "fedeas"}, "policy = 'fedeas': must be none with task = 'generator'"),
         ({"evaluation": "federated"}, "evaluation = 'federated' needs generator-training.held-out above 0"),
-        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = false"),
+        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = none"),
         ({"generator-training": {"local-steps": 0}}, "generator-training.local-steps = 0: must be greater than"),
         ({"generator-training.lokal-steps": 1}, "did you mean 'generator-training.local-steps'?"),
         ({"generator-training": 3}, "unknown key 'generator-training' = 3"),
@@ -177,3 +186,48 @@ def test_train_generator_command_runs_a_federation(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "g").config().generator_training.batch_size == 2
     refused = run_in_process(*given, "--steps", "3", cwd=tmp_path)
     assert refused.returncode == 2 and "--steps" in refused.stderr
+
+
+def test_training_starts_from_a_trained_generator(tmp_path: Path) -> None:
+    run = finish(tiny(tmp_path / "first", rounds=1))
+    folder = run.path / "generator"
+    (tmp_path / "c.toml").write_text(
+        'task = "generator"\npolicy = "none"\n[generator-training]\nstart = "first/generator"\n'
+    )
+    config = read_config(tmp_path / "c.toml")
+    assert config.generator_training.start == str(folder)
+    trainable, moments = initial_state(config)
+    saved = run.load_model()
+    assert all(np.array_equal(array, saved[name]) for name, array in trainable.items()) and not any(
+        map(np.any, moments.values())
+    )
+    with pytest.raises(FileNotFoundError, match="start"):
+        initial_state(config.with_changes(**{"generator_training.start": str(tmp_path / "none")}))
+
+
+@on_a_gpu
+def test_graphs_of_several_clients_at_once_take_the_eager_steps(tmp_path: Path) -> None:
+    eager, graphed = (
+        tiny(tmp_path / "r", {"local-steps": 6, "batch-size": 64, "held-out": 0.0}, evaluation="central", engine=engine)
+        for engine in ("eager", "auto")
+    )
+    trainable, moments = initial_state(eager)
+    data = federated_data(eager, 4)
+    clients = [[torch.tensor(array, device="cuda") for array in data.train(part)] for part in range(4)]
+    expected = [LocalDenoiser(eager, "cuda").train(trainable, moments, *own, 2, c) for c, own in enumerate(clients)]
+    pool = DenoiserPool()
+
+    def train(client: int) -> Any:
+        with pool.borrow(graphed, "cuda") as denoiser:
+            return denoiser.train(trainable, moments, *clients[client], 2, client)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(train, range(4)))
+    again = train(2)
+    for (loss, states, adam), (other, other_states, other_adam) in zip(found, expected, strict=True):
+        assert loss.loss == pytest.approx(other.loss, rel=0.02)
+        for name, state in states.items():
+            moved = (other_states[name].cpu() - torch.from_numpy(trainable[name])).norm()
+            assert (state - other_states[name]).norm() <= 0.1 * moved + 1e-6, name
+        assert adam.keys() == other_adam.keys() == moments.keys()
+    assert all(torch.allclose(again[1][name], state, rtol=0.01, atol=1e-4) for name, state in found[2][1].items())
