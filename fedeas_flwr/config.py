@@ -158,7 +158,8 @@ class GeneratorTraining(_Table):
     batch_size: int = Field(64, ge=1, le=65_536)
     """images per training step, drawn with replacement"""
     small_clients: Literal["replace", "skip"] = "replace"
-    """clients with fewer images than a batch; replace: they train as the others do, skip: they do not train"""
+    """clients with fewer images than a batch; replace: they train as the others do, skip: they do not train, and do
+    not count in the average"""
     learning_rate: float = Field(0.0, ge=0, le=10)
     """Adam step size after the warm-up; it falls to 0 after the last round by a cosine; 0: the preset's"""
     warm_up: int = Field(1, ge=0, le=100_000)
@@ -170,6 +171,8 @@ class GeneratorTraining(_Table):
     """decay per round of the server's moving average of the weights, which becomes the generator"""
     held_out: float = Field(0.0, ge=0, le=0.5)
     """fraction of each client's images that it does not train on; evaluation = federated measures the loss on them"""
+    evaluate_every: int = Field(10, ge=1, le=100_000)
+    """rounds between evaluations; the last round is always evaluated"""
 
 
 class RunConfig(_Table):
@@ -478,6 +481,10 @@ class RunConfig(_Table):
                 "evaluation = 'federated' needs generator-training.held-out above 0 with task = 'generator': clients "
                 "evaluate on images that they hold out"
             )
+        if "early-stop" in self.callbacks:
+            raise ValueError(
+                f"callbacks = '{self.callbacks}': early-stop needs an accuracy, which task = 'generator' does not have"
+            )
         if self.dp != "none" and self.generator_training.average_moments != "none":
             raise ValueError(
                 f"dp = '{self.dp}' needs generator-training.average-moments = none: Adam's moments would be sent "
@@ -509,6 +516,11 @@ class RunConfig(_Table):
     def learning_rate_in(self, round_number: int) -> float:
         """Return the learning rate of a round; the first is 1."""
         return self.learning_rate * rate_factor(self.learning_rate_schedule, round_number, self.rounds)
+
+    def evaluates_in(self, round_number: int) -> bool:
+        """Return whether a round is evaluated: every round of a classifier, some of a generator."""
+        every = 1 if self.task == "classifier" else self.generator_training.evaluate_every
+        return round_number % every == 0 or round_number == self.rounds
 
     def num_sampled(self, clients: int) -> int:
         """Return the number of clients, out of `clients`, that train in a round."""

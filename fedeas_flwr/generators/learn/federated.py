@@ -110,8 +110,6 @@ class LocalDenoiser:
         self._generator = torch.Generator(self._device)
         with on_stream(self._stream):
             self._unet = initial_unet(config).to(self._device).eval()
-            if on_cuda:
-                self._unet.to(memory_format=torch.channels_last)
             rate = torch.zeros((), device=self._device) if on_cuda else 0.0
             parameters = dict(self._unet.named_parameters())
             self._adam = torch.optim.Adam(parameters.values(), rate, BETAS, capturable=on_cuda, fused=on_cuda)
