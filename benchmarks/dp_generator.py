@@ -223,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 card.write(f"- **DP-SGD**: σ = {sigma:.3g}, ε = {spent} at δ = {delta:.2g}, with seeded noise.\n")
             row |= {"epsilon": spent, "delta": delta, "class_agreement": None, "frechet_distance": None}
             try:
-                generator = open_generator(str(folder), options.dataset, sampler="dpm++-logsnr", device=options.device)
-                samples = generator.sample(ids)
+                sampling = {"sampler": "dpm++-logsnr", "batch_size": min(len(ids), 512), "device": options.device}
+                samples = open_generator(str(folder), options.dataset, **sampling).sample(ids)
                 row["class_agreement"] = agreement(classifier, samples, np.array([each.label for each in ids]))[0]
                 row["frechet_distance"] = frechet_distance(real, classifier.predict(samples)[1].astype(np.float64))
                 sheet.append(samples[: 2 * classes])

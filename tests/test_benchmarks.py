@@ -339,7 +339,7 @@ def test_image_gradients_equal_those_of_torch_func(benchmark: Any) -> None:
 
 def test_dp_generator_benchmark_writes_record_sheet_and_models(benchmark: Any, tmp_path: Path) -> None:
     out, options = tmp_path / "digits.json", "--dataset digits --device cpu --images 200 --epsilons inf,10 --batch 8"
-    options += f" --copies 2 --steps 2 --samples 20 --out {out} --folders {tmp_path / 'dp'}"
+    options += f" --copies 2 --steps 2 --samples 10 --out {out} --folders {tmp_path / 'dp'}"
     benchmark("dp_generator").main(options.split())
     without, private = json.loads(out.read_text())["rows"]
     assert without["epsilon"] is None and without["sigma"] == 0
