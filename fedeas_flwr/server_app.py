@@ -42,6 +42,7 @@ from fedeas_flwr.planning.run_plan import check_own_policy, describe_plan, plann
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import describe_result
+from fedeas_flwr.strategies.privacy import describe_noise
 from fedeas_flwr.strategies.registry import build_strategy
 
 log = logging.getLogger("flwr").log
@@ -105,6 +106,8 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
     run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config), warning)
     config, learner = config.with_changes(clients=count_clients(grid, config)), find_learner(config)
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
+    if noise := describe_noise(config, start.trainable):
+        log(INFO, "%s", noise)
     federation.restore(start)
     federation.clients.manager.keys = read_node_keys()
     federation.clients.discover()

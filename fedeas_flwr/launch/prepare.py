@@ -31,6 +31,7 @@ from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
 from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.privacy import describe_noise
 from fedeas_flwr.strategies.registry import build_strategy, client_part
 from fedeas_flwr.training.build import check_engine
 from fedeas_flwr.training.models import split_state
@@ -55,7 +56,9 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     counts = planned_counts(config, config.clients, show_tries(console))
     check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
-    find_learner(config).initial_state(config)
+    trainable, _ = find_learner(config).initial_state(config)
+    if noise := describe_noise(config, trainable):
+        console.print(noise, highlight=False, soft_wrap=True)
     if config.generates:
         if config.generator_spec.kind == "builtin":
             ensure_digits_generator(console)
@@ -108,6 +111,9 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         print_generator_warning(config, console)
     for config in _differing(configs, "task", "generator_training", "dataset", "model", "stem", "weights"):
         find_learner(config).initial_state(config)
+    for config in configs:
+        if config.dp != "none":
+            describe_noise(config, find_learner(config).initial_state(config)[0])
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
