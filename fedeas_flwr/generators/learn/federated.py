@@ -8,9 +8,10 @@ The random numbers of a step are seeded by (seed, round, client, step) only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from fedeas_flwr.common.files import atomic_folder, atomic_write
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import Labels, dataset_info
+from fedeas_flwr.data.datasets import Labels, dataset_info, short_name
+from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.denoiser import (
     BETAS,
     MAX_GRADIENT_NORM,
@@ -33,6 +35,7 @@ from fedeas_flwr.generators.learn.denoiser import (
     step_seed,
 )
 from fedeas_flwr.generators.learn.presets import PRESETS, Preset
+from fedeas_flwr.generators.learn.training_plots import draw_losses, draw_samples
 from fedeas_flwr.training.engine import State, TrainResult, copy_state, read_state
 from fedeas_flwr.training.models import drawing, split_state
 
@@ -157,28 +160,39 @@ def _copied(array: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 _CARD = """---
+license: {licence}
 library_name: diffusers
-tags: [image-generation, class-conditional, federated]
+tags: [image-generation, class-conditional, federated, {dataset}]
 ---
 # {dataset}, {height}×{width}, class-conditional diffusion, trained by a federation
 
 Made by FedEAS on Flower with preset `{preset}`: {clients} clients, {rounds} rounds, {participation:.0%} of the clients
 per round, {steps} local steps of {batch} images per client and round; {seen:,} images in all.
 
-- **Data**: each client's own train images of {dataset}; {held_out:.0%} of them were held out. No image left a client.
-- **What left the clients**: after each of its rounds, a client sent its weights{moments}, its number of
-  images, its mean training loss, its number of steps and its times. {dp}
+- **Data**: each client's own images of {dataset}, {split}; {held_out:.0%} of them were held out.
+  No image left a client.
+- **Data's licence**: {licence_text} A model may reproduce images that it was trained on.
+- **What left the clients**: after each of its rounds, a client sent its weights{moments}, {sent:.1f} MB in
+  all, its number of images, its mean training loss, its number of steps and its times{evaluated}. {dp}
 - **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}; the moving average of the
   server's weights (decay {ema:g} per round) in float32. Class {no_label} is "no label", for guidance; labels were
   dropped {dropout:.0%} of the time.
-- **Held-out loss**: {loss}.
-- **Data's licence**: see the dataset's; a model may reproduce images that it was trained on.
+- **Initial weights**: random.
+- **Loss on images not trained on**: {loss}.
+- **Software**: torch {torch}, diffusers {diffusers} on the server.
 - **Seed**: {seed}.
 """
 
 
-def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: Mapping[str, Any]) -> None:
-    """Write a finished training's weights as a folder in diffusers' format, with a model card."""
+def write_generator(
+    folder: Path,
+    config: RunConfig,
+    weights: Arrays,
+    rounds: Sequence[Mapping[str, Any]],
+    final_loss: float | None,
+    device: str,
+) -> None:
+    """Write a finished training's weights as a folder in diffusers' format, with a model card, samples and losses."""
     preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
     unet = initial_unet(config)
     copy_state(unet, {name: weights[name] for name in unet.state_dict()}, {})  # without moments, if no round succeeded
@@ -188,27 +202,42 @@ def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: M
     with atomic_folder(folder / "scheduler") as temporary:
         build_scheduler(preset).save_pretrained(temporary)
     privacy = f"Updates had differential privacy (`dp = {config.dp}`)." if config.dp != "none" else ""
+    split, licence, licence_text = describe_data(config.dataset)
+    parameters = sum(value.numel() for value in unet.parameters())
     card = _CARD.format(
-        dataset=info.name,
+        dataset=short_name(config.dataset),
+        split="train and test images together" if config.protocol == "paper" else f"train images (split: {split})",
+        licence=licence,
+        licence_text=licence_text,
+        sent=parameters * 4 * (1 + len(MOMENTS) * recipe.average_moments) / 1e6,
+        evaluated=", and for evaluations its held-out loss" if config.evaluation == "federated" else "",
         height=info.image_shape[0],
         width=info.image_shape[1],
         preset=preset.name,
         clients=config.clients,
-        rounds=summary["rounds"],
+        rounds=len(rounds),
         participation=config.participation,
         steps=recipe.local_steps,
         batch=recipe.batch_size,
-        seen=summary["steps"] * recipe.batch_size,
+        seen=sum(record["steps"] for record in rounds) * recipe.batch_size,
         held_out=recipe.held_out,
         moments=" and Adam's two moments, three times the size of the model" if recipe.average_moments else "",
         dp=privacy or "They had no differential privacy.",
-        parameters=sum(value.numel() for value in unet.parameters()) / 1e6,
+        parameters=parameters / 1e6,
         prediction=preset.prediction,
         schedule=preset.beta_schedule,
         ema=recipe.ema_decay,
         no_label=len(info.classes),
         dropout=preset.label_dropout,
-        loss=f"{summary['final_loss']:.5f} ({config.evaluation} evaluation)",
+        loss="not evaluated" if final_loss is None else f"{final_loss:.5f} ({config.evaluation} evaluation)",
+        torch=version("torch"),
+        diffusers=version("diffusers"),
         seed=config.seed,
     )
     atomic_write(folder / "README.md", card.encode())
+    draw_samples(folder, unet.to(device), preset, len(info.classes), info.image_shape)
+    losses = {
+        name: [(record["round"], record[key]) for record in rounds if record[key] is not None]
+        for name, key in (("training", "train_loss"), ("evaluation", "loss"))
+    }
+    draw_losses(folder, losses, "round", f"{short_name(config.dataset)}, preset {preset.name}, federated")
