@@ -138,14 +138,16 @@ class Denoiser:
     """The denoiser of a class-conditional diffusion model, tested by its loss on images that it was not trained on."""
 
     def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
-        """Return the initial weights, and Adam's moments as buffers."""
-        return federated.initial_state(config)
+        """Return the initial weights, and Adam's moments as buffers, both packed."""
+        return federated.pack_state(config, *federated.initial_state(config))
 
     def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
         """Take the client's steps of the round."""
         denoiser = federated.local_denoiser(task.config, task.device)
-        result, *trained = denoiser.train(task.trainable, task.buffers, images, task.labels, task.number, task.client)
-        trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
+        start = federated.unpack_state(task.config, task.trainable, task.buffers)
+        result, *trained = denoiser.train(*start, images, task.labels, task.number, task.client)
+        packed = federated.pack_state(task.config, *trained)
+        trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in packed)
         return Trained(result, trainable, buffers, ClientAlgorithmResult())
 
     def evaluate(
@@ -156,7 +158,8 @@ class Denoiser:
         _, chosen = federated.split_held_out(config, node.client, len(labels))
         held_out, classes = (torch.tensor(array[chosen], device=device) for array in (images, labels))
         seed = step_seed(config.seed, node.client)
-        loss = federated.local_denoiser(config, device).loss(trainable, held_out, classes, seed)
+        weights, _ = federated.unpack_state(config, trainable, {})
+        loss = federated.local_denoiser(config, device).loss(weights, held_out, classes, seed)
         return EvaluateReport(node.client, len(chosen), 0, loss)
 
     def central_test(self, config: RunConfig, device: str) -> Evaluate:
@@ -166,7 +169,8 @@ class Denoiser:
         denoiser = federated.LocalDenoiser(config, device)  # its own: it evaluates while clients train
 
         def evaluate(trainable: State, buffers: State) -> dict[str, Any]:
-            return {"loss": denoiser.loss(trainable, images, labels, step_seed(config.seed))}
+            weights, _ = federated.unpack_state(config, trainable, {})
+            return {"loss": denoiser.loss(weights, images, labels, step_seed(config.seed))}
 
         return evaluate
 

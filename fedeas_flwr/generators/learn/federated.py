@@ -2,12 +2,14 @@
 
 A client continues from the averaged weights and, with `average-moments`, from the averaged moments of Adam, which
 travel as buffers of the model: buffers are checked, averaged by real samples and checkpointed under any strategy.
+Weights and each moment are one flat array in messages and files (`pack_state`).
 
 The random numbers of a step are seeded by (seed, round, client, step) only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -72,6 +74,44 @@ def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
     names = [f"{moment}/{name}" for moment in MOMENTS for name in trainable]
     zeros = {name: np.zeros_like(trainable[name.partition("/")[2]]) for name in names}
     return dict(trainable), zeros if config.generator_training.average_moments else {}
+
+
+WEIGHTS = "unet"
+"""Name of the packed weights; a packed moment has the moment's name."""
+
+
+def pack_state(config: RunConfig, weights: State, moments: State) -> tuple[Arrays, Arrays]:
+    """Return the weights as one flat array, and each moment as one.
+
+    A SuperLink stores every array of a message on its own, in one transaction for all of them: with hundreds of arrays
+    from each client, its database stays locked for longer than other requests wait.
+    """
+
+    def flat(state: State, prefix: str = "") -> Any:
+        parts = [state[prefix + name].reshape(-1) for name in _shapes(config)]
+        return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
+
+    return {WEIGHTS: flat(weights)}, {moment: flat(moments, f"{moment}/") for moment in MOMENTS if moments}
+
+
+def unpack_state(config: RunConfig, trainable: State, buffers: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return weights and moments by name, as views of the packed arrays."""
+
+    def views(flat: Any, prefix: str = "") -> dict[str, Any]:
+        found, begin = {}, 0
+        for name, shape in _shapes(config).items():
+            found[prefix + name] = flat[begin : begin + math.prod(shape)].reshape(shape)
+            begin += math.prod(shape)
+        return found
+
+    moments = [views(flat, f"{moment}/") for moment, flat in buffers.items()]
+    return views(trainable[WEIGHTS]), {name: view for each in moments for name, view in each.items()}
+
+
+@lru_cache(maxsize=1)
+def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and the shape of each parameter of the network."""
+    return {name: tuple(value.shape) for name, value in initial_unet(config).named_parameters()}
 
 
 def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels, Labels]:
@@ -187,15 +227,15 @@ per round, {steps} local steps of {batch} images per client and round; {seen:,} 
 def write_generator(
     folder: Path,
     config: RunConfig,
-    weights: Arrays,
+    model: Arrays,
     rounds: Sequence[Mapping[str, Any]],
     final_loss: float | None,
     device: str,
 ) -> None:
-    """Write a finished training's weights as a folder in diffusers' format, with a model card, samples and losses."""
+    """Write a training's packed model as a folder in diffusers' format, with a model card, samples and losses."""
     preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
     unet = initial_unet(config)
-    copy_state(unet, {name: weights[name] for name in unet.state_dict()}, {})  # without moments, if no round succeeded
+    copy_state(unet, unpack_state(config, model, {})[0], {})
     unet.eval().requires_grad_(False)
     with atomic_folder(folder / "unet") as temporary:
         unet.save_pretrained(temporary, safe_serialization=True)
