@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
@@ -181,8 +182,8 @@ class Denoiser:
 
     def finish(self, config: RunConfig, run: RunDirectory) -> None:
         """Write the generator as a folder in diffusers' format."""
-        steps = sum(record["steps"] for record in run.rounds())
-        federated.write_generator(run.path / GENERATOR, config, run.load_model(), {**run.summary(), "steps": steps})
+        folder, loss = run.path / GENERATOR, run.summary()["final_loss"]
+        federated.write_generator(folder, config, run.load_model(), run.rounds(), loss, pick_device(config.device))
 
 
 _CLASSIFIER, _DENOISER = Classifier(), Denoiser()

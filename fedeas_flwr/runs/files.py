@@ -39,7 +39,7 @@ _START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.l
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
 _IN_FOLDERS = (
     *("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*"),
-    *(f"{GENERATOR}/{name}" for name in ("README.md", "unet/*", "scheduler/*")),
+    *(f"{GENERATOR}/{name}" for name in ("README.md", "*.png", "unet/*", "scheduler/*")),
 )
 _FILES = (
     CHECKPOINT,

@@ -27,6 +27,18 @@ from fedeas_flwr.launch.superlink import free_port, run_flwr_json
 pytestmark = pytest.mark.flower
 
 KEYS: dict[str, Any] = {"clients": 3, "rounds": 5, "participation": 1.0, "local_epochs": 1, "beta": 4.0, "alpha": 0.1}
+GENERATOR_KEYS: dict[str, Any] = {
+    "task": "generator",
+    "policy": "none",
+    "clients": 3,
+    "rounds": 2,
+    "participation": 1.0,
+    "alpha": 0.1,
+    "evaluation": "federated",
+    "generator-training.local-steps": 2,
+    "generator-training.batch-size": 4,
+    "generator-training.held-out": 0.1,
+}
 
 
 def test_unregistered_node_and_false_superlink_are_rejected(tmp_path: Path) -> None:
@@ -91,6 +103,7 @@ def test_three_supernodes_give_the_weights_of_the_simulation(
 ) -> None:
     fresh_images("simulated")
     simulated = finish(small(tmp_path / "simulated", **KEYS))
+    generator = finish(small(tmp_path / "generator", **GENERATOR_KEYS))
     with Lab(tmp_path, 3, digits_generator) as lab:
         lab.register()
         third = lab.deployment.node_folders(lab.folder)[2]
@@ -99,22 +112,23 @@ def test_three_supernodes_give_the_weights_of_the_simulation(
         for number in range(3):
             lab.start_node(number)
         run = lab.follow(lab.submit(**KEYS, min_replies=1.0))
+        importing, replies = lab.notes("diffusers"), lab.notes("replies")
+        assert weights(lab.follow(lab.submit(**GENERATOR_KEYS, min_replies=1.0))) == weights(generator)
     assert weights(run) == weights(simulated)
     assert [r["clients"] for r in run.rounds()] == [[0, 1, 2]] * 5
     assert [r["made"] > 0 for r in run.rounds()] == [True, *[False] * 4]
     # Six messages per node, each in its own process: one of them loaded diffusers.
     nodes = lab.deployment.node_folders(lab.folder)
-    assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in nodes]
+    assert sorted(importing) == [str(node / "cache") for node in nodes]
     # The last round's, the accepted one's, and those of two checkpoints, older ones if round 4 was still being tested.
     kept = [int(path.stem.removeprefix("state-")) for path in sorted((third / "kept").rglob("2/*"))]
     assert kept in ([3, 4, 5], [2, 3, 4, 5])
     assert not (run.path / "clients").exists()
-    assert_only_model_and_numbers_were_sent(lab, run.load_model())
+    assert_only_model_and_numbers_were_sent(replies, run.load_model())
 
 
-def assert_only_model_and_numbers_were_sent(lab: Lab, model: dict[str, Any]) -> None:
+def assert_only_model_and_numbers_were_sent(replies: list[Any], model: dict[str, Any]) -> None:
     """The server received only arrays with the model's names and shapes, and single numbers under known names."""
-    replies = lab.notes("replies")
     assert Counter(reply["type"] for reply in replies) == {"query": 3, "train": 15}
     for reply in replies:
         assert reply["configs"] == {}

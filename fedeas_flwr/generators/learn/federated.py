@@ -1,7 +1,9 @@
 """A denoiser that a federation trains (`task = "generator"`): one client's steps, its loss on images, the result.
 
 A client continues from the averaged weights and from the averaged moments of Adam (`average-moments`), which travel as
-buffers of the model: buffers are checked, averaged by real samples and checkpointed under any strategy.
+buffers of the model: buffers are checked, averaged by real samples and checkpointed under any strategy. Weights and
+each moment are one flat array. A SuperLink stores every array of a message on its own, in one transaction: with
+hundreds of arrays from each client, its database stays locked for longer than other requests wait.
 
 The random numbers of a step are seeded by (seed, round, client, step) only.
 """
@@ -10,16 +12,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
 from fedeas_flwr.common.files import atomic_folder, atomic_write, expanded
@@ -27,8 +32,9 @@ from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import Labels, dataset_info
+from fedeas_flwr.data.datasets import Labels, dataset_info, short_name
 from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
+from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.denoiser import (
     BETAS,
     MAX_GRADIENT_NORM,
@@ -41,13 +47,16 @@ from fedeas_flwr.generators.learn.denoiser import (
     step_seed,
 )
 from fedeas_flwr.generators.learn.presets import PRESETS, Preset
-from fedeas_flwr.training.engine import State, TrainResult, clone_state, copy_state, read_state
+from fedeas_flwr.generators.learn.training_plots import draw_losses, draw_samples
+from fedeas_flwr.training.engine import State, TrainResult
 from fedeas_flwr.training.gpu.launcher import launch, on_stream
-from fedeas_flwr.training.models import drawing, split_state
+from fedeas_flwr.training.models import drawing
 
 logger = logging.getLogger(__name__)
 
 _EVALUATED_AT_ONCE = 256
+WEIGHTS = "unet"
+"""Name of the array of the weights; that of a moment has Adam's name of the moment."""
 AVERAGED = {"both": MOMENTS, "second": MOMENTS[1:], "none": ()}
 """Adam's moments that clients send, by the values of `average-moments`."""
 
@@ -84,15 +93,14 @@ def _drawn_unet(config: RunConfig) -> Any:
 
 
 def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
-    """Return the initial weights, and Adam's moments, which are 0; no moments if they are not averaged."""
+    """Return the initial weights, and those of Adam's moments that are averaged, which are 0; each as one array."""
     unet, preset = initial_unet(config), federated_preset(config)
     if start := config.generator_training.start:
         schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
         init_from_pretrained(unet, expanded(start, "generator-training.start"), schedule)
-    trainable, buffers = split_state(unet)
-    assert not buffers
+    weights = parameters_to_vector(unet.parameters()).detach().numpy()
     sent = AVERAGED[config.generator_training.average_moments]
-    return dict(trainable), {f"{key}/{name}": np.zeros_like(array) for key in sent for name, array in trainable.items()}
+    return {WEIGHTS: weights}, {moment: np.zeros_like(weights) for moment in sent}
 
 
 def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels, Labels]:
@@ -120,13 +128,12 @@ class LocalDenoiser:
         with on_stream(self._stream):
             self._unet = initial_unet(config).to(self._device).eval()
             rate = torch.zeros((), device=self._device) if on_cuda else 0.0
-            parameters = dict(self._unet.named_parameters())
-            self._adam = torch.optim.Adam(parameters.values(), rate, BETAS, capturable=on_cuda, fused=on_cuda)
-            self._moments = {f"{key}/{n}": torch.zeros_like(p) for key in MOMENTS for n, p in parameters.items()}
-            self._steps = [torch.zeros((), device=self._device) for _ in parameters]
-            for (name, parameter), step in zip(parameters.items(), self._steps, strict=True):
-                moments = {key: self._moments[f"{key}/{name}"] for key in MOMENTS}
-                self._adam.state[parameter] = {"step": step, **moments}
+            self._weights = list(self._unet.parameters())
+            self._adam = torch.optim.Adam(self._weights, rate, BETAS, capturable=on_cuda, fused=on_cuda)
+            self._moments = {moment: [torch.zeros_like(weight) for weight in self._weights] for moment in MOMENTS}
+            self._steps = [torch.zeros((), device=self._device) for _ in self._weights]
+            for weight, step, *moments in zip(self._weights, self._steps, *self._moments.values(), strict=True):
+                self._adam.state[weight] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
             self._total_loss = torch.zeros((), device=self._device)
             image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=self._device)
             label = torch.zeros(1, dtype=torch.long, device=self._device)
@@ -159,10 +166,11 @@ class LocalDenoiser:
         first = (number - 1) * recipe.local_steps
         with on_stream(self._stream):
             images, labels = images[own].permute(0, 3, 1, 2).contiguous(), labels[own]
-            copy_state(self._unet, trainable, {})
-            torch._foreach_zero_([*self._steps, *self._moments.values(), self._total_loss])
+            _copy_flat(self._weights, trainable[WEIGHTS])
+            torch._foreach_zero_([*self._steps, *chain(*self._moments.values()), self._total_loss])
+            for moment, array in buffers.items():
+                _copy_flat(self._moments[moment], array)
             if buffers:
-                copy_state({name: self._moments[name] for name in buffers}, buffers, {})
                 torch._foreach_add_(self._steps, float(first))
 
             def step(index: int) -> None:
@@ -175,8 +183,9 @@ class LocalDenoiser:
 
             launch(self._stream, [partial(step, index) for index in range(recipe.local_steps)])
             loss = float(self._total_loss) / recipe.local_steps
-            moments = clone_state({name: self._moments[name] for name in buffers}, buffers)[0]
-            return TrainResult(loss, recipe.local_steps), read_state(self._unet)[0], moments
+            weights = {WEIGHTS: parameters_to_vector(self._weights).detach()}
+            moments = {moment: parameters_to_vector(self._moments[moment]) for moment in buffers}
+            return TrainResult(loss, recipe.local_steps), weights, moments
 
     def loss(self, trainable: State, images: torch.Tensor, labels: torch.Tensor, seed: int) -> float:
         """Return the mean loss of weights on uint8 images [N, H, W, C]; 0 without images.
@@ -185,7 +194,7 @@ class LocalDenoiser:
         """
         generator, losses = torch.Generator().manual_seed(seed), [torch.zeros(0)]
         with on_stream(self._stream):
-            copy_state(self._unet, trainable, {})
+            _copy_flat(self._weights, trainable[WEIGHTS])
             for begin in range(0, len(labels), _EVALUATED_AT_ONCE):
                 part = slice(begin, begin + _EVALUATED_AT_ONCE)
                 clean = images[part].permute(0, 3, 1, 2)
@@ -194,10 +203,8 @@ class LocalDenoiser:
 
     def _set_rate(self, step: int) -> None:
         total = self._config.rounds * self._config.generator_training.local_steps
-        rate, group = (
-            self._preset.learning_rate * rate_factor(self._preset, step, step / total),
-            self._adam.param_groups[0],
-        )
+        rate = self._preset.learning_rate * rate_factor(self._preset, step, step / total)
+        group = self._adam.param_groups[0]
         if self._stream is None:
             group["lr"] = rate
         else:  # the graph reads it from this tensor
@@ -213,6 +220,14 @@ class LocalDenoiser:
         self._total_loss += self._differentiate(self._network)
         torch.nn.utils.clip_grad_norm_(self._unet.parameters(), MAX_GRADIENT_NORM)
         self._adam.step()
+
+
+@torch.no_grad()
+def _copy_flat(tensors: Sequence[torch.Tensor], array: Any) -> None:
+    """Copy one flat array or tensor into several tensors, in their order."""
+    flat = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
 
 
 class DenoiserPool:
@@ -255,65 +270,88 @@ class DenoiserPool:
         return free - self._bytes > total / 10
 
 
-_SENT = {
-    "both": " and Adam's two moments, three times the size of the model",
-    "second": " and Adam's second moment, twice the size of the model",
-    "none": "",
-}
+_SENT = {"both": " and Adam's two moments", "second": " and Adam's second moment", "none": ""}
 
 _CARD = """---
+license: {licence}
 library_name: diffusers
-tags: [image-generation, class-conditional, federated]
+tags: [image-generation, class-conditional, federated, {dataset}]
 ---
 # {dataset}, {height}×{width}, class-conditional diffusion, trained by a federation
 
 Made by FedEAS on Flower with preset `{preset}`: {clients} clients, {rounds} rounds, {participation:.0%} of the clients
 per round, {steps} local steps of {batch} images per client and round; {seen:,} images in all.
 
-- **Data**: each client's own train images of {dataset}; {held_out:.0%} of them were held out. No image left a client.
-- **What left the clients**: after each of its rounds, a client sent its weights{moments}, its number of
-  images, its mean training loss, its number of steps and its times. {dp}
+- **Data**: each client's own images of {dataset}, {split}; {held_out:.0%} of them were held out.
+  No image left a client.
+- **Data's licence**: {licence_text} A model may reproduce images that it was trained on.
+- **What left the clients**: after each of its rounds, a client sent its weights{moments}, {sent:.1f} MB in
+  all, its number of images, its mean training loss, its number of steps and its times{evaluated}. {dp}
 - **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}; the moving average of the
   server's weights (decay {ema:g} per round) in float32. Class {no_label} is "no label", for guidance; labels were
   dropped {dropout:.0%} of the time.
-- **Held-out loss**: {loss}.
-- **Data's licence**: see the dataset's; a model may reproduce images that it was trained on.
+- **Initial weights**: {start}.
+- **Loss on images not trained on**: {loss}.
+- **Software**: torch {torch}, diffusers {diffusers} on the server.
 - **Seed**: {seed}.
 """
 
 
-def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: Mapping[str, Any]) -> None:
-    """Write a finished training's weights as a folder in diffusers' format, with a model card."""
+def write_generator(
+    folder: Path,
+    config: RunConfig,
+    model: Arrays,
+    rounds: Sequence[Mapping[str, Any]],
+    final_loss: float | None,
+    device: str,
+) -> None:
+    """Write a training's packed model as a folder in diffusers' format, with a model card, samples and losses."""
     preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
     unet = initial_unet(config)
-    copy_state(unet, {name: weights[name] for name in unet.state_dict()}, {})  # without moments, if no round succeeded
+    vector_to_parameters(torch.from_numpy(model[WEIGHTS]), unet.parameters())
     unet.eval().requires_grad_(False)
     with atomic_folder(folder / "unet") as temporary:
         unet.save_pretrained(temporary, safe_serialization=True)
     with atomic_folder(folder / "scheduler") as temporary:
         build_scheduler(preset).save_pretrained(temporary)
     privacy = f"Updates had differential privacy (`dp = {config.dp}`)." if config.dp != "none" else ""
+    split, licence, licence_text = describe_data(config.dataset)
+    parameters = sum(value.numel() for value in unet.parameters())
     card = _CARD.format(
-        dataset=info.name,
+        dataset=short_name(config.dataset),
+        split="train and test images together" if config.protocol == "paper" else f"train images (split: {split})",
+        licence=licence,
+        licence_text=licence_text,
+        sent=parameters * 4 * (1 + len(AVERAGED[recipe.average_moments])) / 1e6,
+        evaluated=", and for evaluations its held-out loss" if config.evaluation == "federated" else "",
         height=info.image_shape[0],
         width=info.image_shape[1],
         preset=preset.name,
         clients=config.clients,
-        rounds=summary["rounds"],
+        rounds=len(rounds),
         participation=config.participation,
         steps=recipe.local_steps,
         batch=recipe.batch_size,
-        seen=summary["steps"] * recipe.batch_size,
+        seen=sum(record["steps"] for record in rounds) * recipe.batch_size,
         held_out=recipe.held_out,
         moments=_SENT[recipe.average_moments],
         dp=privacy or "They had no differential privacy.",
-        parameters=sum(value.numel() for value in unet.parameters()) / 1e6,
+        parameters=parameters / 1e6,
         prediction=preset.prediction,
         schedule=preset.beta_schedule,
         ema=recipe.ema_decay,
         no_label=len(info.classes),
         dropout=preset.label_dropout,
-        loss=f"{summary['final_loss']:.5f} ({config.evaluation} evaluation)",
+        loss="not evaluated" if final_loss is None else f"{final_loss:.5f} ({config.evaluation} evaluation)",
+        torch=version("torch"),
+        diffusers=version("diffusers"),
         seed=config.seed,
+        start=f"`{Path(recipe.start).name}`" if recipe.start else "random",
     )
     atomic_write(folder / "README.md", card.encode())
+    draw_samples(folder, unet.to(device), preset, len(info.classes), info.image_shape)
+    losses = {
+        name: [(record["round"], record[key]) for record in rounds if record[key] is not None]
+        for name, key in (("training", "train_loss"), ("evaluation", "loss"))
+    }
+    draw_losses(folder, losses, "round", f"{short_name(config.dataset)}, preset {preset.name}, federated")

@@ -31,6 +31,7 @@ from fedeas_flwr.common.files import atomic_folder, atomic_path, atomic_write
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.diffusion.model_folder import VERDICT
+from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.presets import Preset
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
@@ -42,40 +43,9 @@ _OWNER = "generator training"
 _PICTURES_EVERY = 180.0
 _MINUTES = 1_000_000
 
-# Split, licence identifier and licence text.
-_DATA = {
-    "digits": (
-        "the project's fixed stratified 80/20 one",
-        "cc-by-4.0",
-        "Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), UCI Machine Learning Repository, "
-        "CC BY 4.0.",
-    ),
-    "cifar10": (
-        "the official one",
-        "other",
-        "CIFAR-10 (Krizhevsky, 2009), published without a licence, in use for research.",
-    ),
-    "cifar100": (
-        "the official one",
-        "other",
-        "CIFAR-100 (Krizhevsky, 2009), published without a licence, in use for research.",
-    ),
-    "fashion-mnist": (
-        "that of the files: the official one in torchvision's",
-        "mit",
-        "Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017), MIT.",
-    ),
-}
-
 _PRETRAINED = """- **Initial weights**: {start}, pretrained. Their model card describes the data that they were
   trained on; this card describes the training that followed.
 """
-
-_OWN_DATA = (
-    "as given, or with a fifth of every class of three images or more held out",
-    "other",
-    "Custom data: its licence is yours.",
-)
 
 _CARD = """---
 license: {licence}
@@ -183,7 +153,7 @@ def save_model(
         unet.save_pretrained(temporary, safe_serialization=True)
     with atomic_folder(folder / "scheduler") as temporary:
         trainer.scheduler.save_pretrained(temporary)
-    preset, (split, licence, licence_text) = trainer.preset, _DATA.get(dataset.name, _OWN_DATA)
+    preset, (split, licence, licence_text) = trainer.preset, describe_data(dataset.name)
     if len(dataset.y_train) < dataset_info(dataset.name).num_train:
         split += "; only the first of each class"
     card = _CARD.format(
