@@ -177,16 +177,22 @@ per round, {steps} local steps of {batch} images per client and round; {seen:,} 
 """
 
 
-def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: Mapping[str, Any]) -> None:
-    """Write a finished training's weights as a folder in diffusers' format, with a model card."""
-    preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
+def write_model(folder: Path, config: RunConfig, weights: Arrays) -> Any:
+    """Write weights as a folder in diffusers' format, without a model card; return the network."""
     unet = initial_unet(config)
     copy_state(unet, {name: weights[name] for name in unet.state_dict()}, {})  # without moments, if no round succeeded
     unet.eval().requires_grad_(False)
     with atomic_folder(folder / "unet") as temporary:
         unet.save_pretrained(temporary, safe_serialization=True)
     with atomic_folder(folder / "scheduler") as temporary:
-        build_scheduler(preset).save_pretrained(temporary)
+        build_scheduler(federated_preset(config)).save_pretrained(temporary)
+    return unet
+
+
+def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: Mapping[str, Any]) -> None:
+    """Write a finished training's weights as a folder in diffusers' format, with a model card."""
+    preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
+    unet = write_model(folder, config, weights)
     privacy = f"Updates had differential privacy (`dp = {config.dp}`)." if config.dp != "none" else ""
     card = _CARD.format(
         dataset=info.name,
