@@ -154,23 +154,29 @@ class GeneratorTraining(_Table):
     preset: Literal["auto", "digits", "cifar-small", "paper"] = "auto"
     """network, noise schedule and loss, as in `fedeas train-generator`; auto: digits for digits, otherwise
     cifar-small"""
+    start: str = ""
+    """folder of a trained generator with the preset's network to start from, such as a public one; its classes may
+    differ; empty: random weights"""
     local_steps: int = Field(20, ge=1, le=100_000)
     """training steps per client and round"""
     batch_size: int = Field(64, ge=1, le=65_536)
     """images per training step, drawn with replacement"""
     small_clients: Literal["replace", "skip"] = "replace"
-    """clients with fewer images than a batch; replace: they train as the others do, skip: they do not train"""
+    """clients with fewer images than a batch; replace: they train as the others do, skip: they do not train, and do
+    not count in the average"""
     learning_rate: float = Field(0.0, ge=0, le=10)
     """Adam step size after the warm-up; it falls to 0 after the last round by a cosine; 0: the preset's"""
     warm_up: int = Field(1, ge=0, le=100_000)
     """rounds in which the learning rate rises linearly"""
-    average_moments: bool = True
-    """send Adam's moments with the model and average them too, which triples the traffic; false: they start at 0 in
-    every round"""
+    average_moments: Literal["both", "second", "none"] = "both"
+    """which of Adam's two moments clients send with the model, to be averaged too; both triple the traffic, the second
+    doubles it; the others start at 0 in every round"""
     ema_decay: float = Field(0.985, ge=0, lt=1)
     """decay per round of the server's moving average of the weights, which becomes the generator"""
     held_out: float = Field(0.0, ge=0, le=0.5)
     """fraction of each client's images that it does not train on; evaluation = federated measures the loss on them"""
+    evaluate_every: int = Field(10, ge=1, le=100_000)
+    """rounds between evaluations; the last round is always evaluated"""
 
 
 class RunConfig(_Table):
@@ -489,9 +495,13 @@ class RunConfig(_Table):
                 "evaluation = 'federated' needs generator-training.held-out above 0 if clients train a generator: they "
                 "evaluate it on images that they hold out"
             )
-        if self.dp != "none" and self.generator_training.average_moments:
+        if "early-stop" in self.callbacks:
             raise ValueError(
-                f"dp = '{self.dp}' needs generator-training.average-moments = false: Adam's moments would be sent "
+                f"callbacks = '{self.callbacks}': early-stop needs an accuracy, which task = 'generator' does not have"
+            )
+        if self.dp != "none" and self.generator_training.average_moments != "none":
+            raise ValueError(
+                f"dp = '{self.dp}' needs generator-training.average-moments = none: Adam's moments would be sent "
                 "without noise"
             )
 
@@ -526,6 +536,11 @@ class RunConfig(_Table):
         """Return the learning rate of a round; the first is 1."""
         return self.learning_rate * rate_factor(self.learning_rate_schedule, round_number, self.rounds)
 
+    def evaluates_in(self, round_number: int) -> bool:
+        """Return whether a round is evaluated: every round of a classifier, some of a generator."""
+        every = 1 if self.task == "classifier" else self.generator_training.evaluate_every
+        return round_number % every == 0 or round_number == self.rounds
+
     def num_sampled(self, clients: int) -> int:
         """Return the number of clients, out of `clients`, that train in a round."""
         return max(1, round(self.participation * clients))
@@ -544,7 +559,7 @@ class RunConfig(_Table):
 
     def to_user_dict(self) -> dict[str, Any]:
         """Return the config as users write it: kebab-case keys, plain values."""
-        return _flatten(self.model_dump(by_alias=True))
+        return flatten(self.model_dump(by_alias=True))
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """Return a validated copy with some fields changed."""
@@ -607,7 +622,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     ConfigError names in one line an unknown key, or a key, its value and what is allowed.
     """
     nested: dict[str, Any] = {}
-    for key, value in _flatten(values).items():
+    for key, value in flatten(values).items():
         if key not in KEYS:
             raise ConfigError(unknown_key(key, value, KEYS))
         table, dot, name = key.rpartition(".")
@@ -618,8 +633,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
 
 
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of nested tables as ``table.key``."""
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the keys of nested tables as ``table.key``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         nested = key in TABLES and isinstance(value, Mapping)

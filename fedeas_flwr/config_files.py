@@ -12,7 +12,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import absolute_in
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.hf_spec import HF, HfSpec
-from fedeas_flwr.config import TEXT_KEYS, RunConfig, parse_config
+from fedeas_flwr.config import TEXT_KEYS, RunConfig, flatten, parse_config
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,7 +56,7 @@ def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     given = parse_overrides(overrides)
     run_dir = {key: given[key] for key in given.keys() & {"run-dir"}}
-    return absolute_paths(values, path.parent) | given | absolute_paths(run_dir, Path())
+    return absolute_paths(flatten(values), path.parent) | given | absolute_paths(run_dir, Path())
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -78,6 +78,7 @@ _PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "data-dir": ("", ()),
     "weights": ("", ("none", "imagenet")),
     "run-dir": ("", ()),
+    "generator-training.start": ("", ()),
 }
 """Keys whose values are paths → what precedes the path, and values that are no path. `GeneratorSpec` has another."""
 

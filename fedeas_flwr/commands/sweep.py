@@ -21,7 +21,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import folding_table, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
-from fedeas_flwr.launch.sweep import Sweep, SweepRun, make_sweep, parse_grid, points
+from fedeas_flwr.launch.sweep import MEASURES, Sweep, SweepRun, make_sweep, parse_grid, points
 from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher, run_sweep
 from fedeas_flwr.runs.listing import find_runs
 from fedeas_flwr.runs.metrics import score_name
@@ -141,8 +141,8 @@ class LiveTable:
 
 
 def status_table(status: SweepStatus, width: int) -> Table:
-    """Return a table of every run's state, round, accuracy and time left; the caption shows the sweep's progress."""
-    columns = ("round", "accuracy %", "left")
+    """Return a table of every run's state, round, score and time left; the caption shows the sweep's progress."""
+    columns = ("round", "loss" if status.sweep.base.task == "generator" else "accuracy %", "left")
     cells = sorted(status.sweep.cells, key=lambda cell: _STATES.index(status.progress[cell.name].state))
     rows = [(cell.name, status.progress[cell.name].state, *_columns(status, cell)) for cell in cells]
     table = folding_table(width, ("run", "state", *columns), rows, fold=["run"], right=columns)
@@ -157,9 +157,9 @@ def _headline(status: SweepStatus) -> str:
 def _columns(status: SweepStatus, cell: SweepRun) -> tuple[str, str, str]:
     progress = status.progress[cell.name]
     left = status.seconds_left(cell) if progress.state in ("waiting", "running") else None
-    accuracy = "-" if progress.accuracy is None else f"{100 * progress.accuracy:.1f}"
+    score = "-" if progress.score is None else _shown(progress.score, cell.config.task)
     rounds = f"{progress.rounds}/{cell.config.rounds}"
-    return rounds, accuracy, f"about {show_seconds(left)}" if left else ""
+    return rounds, score, f"about {show_seconds(left)}" if left else ""
 
 
 def _event_line(cell: SweepRun, event: str, status: SweepStatus) -> str:
@@ -181,18 +181,24 @@ def _progress_line(status: SweepStatus) -> str:
 def print_results(sweep: Sweep, console: Console) -> None:
     """Print mean ± standard deviation over the finished seeds of every grid point."""
     keys = [key for key in sweep.grid if key != "seed"]
-    score = score_name(cell.config.rounds for cell in sweep.cells)
-    results, rows = ("runs", f"{score} %", "peak %", "images"), []
+    task, score = sweep.base.task, score_name(cell.config.rounds for cell in sweep.cells)
+    titles = {"last_20": f"{score} %", "peak": "peak %", "final_loss": "loss", "images": "images"}
+    results, rows = ("runs", *(titles[measure] for measure in MEASURES[task])), []
     for point in points([cell.result() for cell in sweep.cells], sweep.grid):
-        accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
-        images = point["images"]["mean"]
         count = f"{point['finished']}" + ("" if point["finished"] == point["runs"] else f" of {point['runs']}")
-        shown = "-" if images is None else f"{images:,.0f}"
-        rows.append((*(str(point[key]) for key in keys), count, *accuracies, shown))
+        scores = [_mean_and_sd(point[measure], task) for measure in MEASURES[task] if measure != "images"]
+        images = [point["images"]["mean"]] if "images" in point else []
+        shown = ["-" if mean is None else f"{mean:,.0f}" for mean in images]
+        rows.append((*(str(point[key]) for key in keys), count, *scores, *shown))
     print_table(console, (*keys, *results), rows, fold=keys, right=results)
 
 
-def _mean_and_sd(measure: Mapping[str, Any]) -> str:
+def _mean_and_sd(measure: Mapping[str, Any], task: str) -> str:
     if measure["mean"] is None:
         return "-"
-    return f"{100 * measure['mean']:.1f}" + ("" if measure["sd"] is None else f" ± {100 * measure['sd']:.1f}")
+    return _shown(measure["mean"], task) + ("" if measure["sd"] is None else f" ± {_shown(measure['sd'], task)}")
+
+
+def _shown(score: float, task: str) -> str:
+    """Return an accuracy in percent, or a generator's loss."""
+    return f"{score:.5f}" if task == "generator" else f"{100 * score:.1f}"

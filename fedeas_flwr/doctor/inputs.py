@@ -48,21 +48,25 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
 
 def check_model(config: RunConfig) -> Iterable[Finding]:
     """Check that the network can be built with its initial weights."""
-    from fedeas_flwr.training.build import build_network
+    from fedeas_flwr.federation.learners import find_learner
     from fedeas_flwr.training.models import imagenet_file
 
     if not _is_readable(config.dataset):
         return []
-    text = f"{config.model}, weights {config.weights}"
-    if config.model == "resnet18" and config.weights == "imagenet" and not imagenet_file().is_file():
+    if config.task == "generator":
+        text, keys = f"diffusion model, preset {config.generator_training.preset}", "generator-training.preset"
+    else:
+        text, keys = f"{config.model}, weights {config.weights}", "model, stem and weights"
+    pretrained = (config.task, config.model, config.weights) == ("classifier", "resnet18", "imagenet")
+    if pretrained and not imagenet_file().is_file():
         fix = f"put them there, or give weights=FILE.safetensors ({imagenet_file().name})"
         if os.environ.get("FEDEAS_OFFLINE"):
             return [problem("model", f"{text}: not at {imagenet_file()}, and FEDEAS_OFFLINE is set", fix)]
         return [note("model", f"{text}: not at {imagenet_file()}; the first run downloads them", fix)]
     try:
-        build_network(config)
+        find_learner(config).initial_state(config)
     except (OSError, ValueError, RuntimeError) as error:
-        return [problem("model", error, "see `fedeas keys`: model, stem and weights")]
+        return [problem("model", error, f"see `fedeas keys`: {keys}")]
     return [ok("model", text)]
 
 
@@ -138,7 +142,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     from fedeas_flwr.training.build import local_training_config
     from fedeas_flwr.training.models import build_model
 
-    if is_own(config.dataset) or not 0 < config.clients <= _CLIENTS:
+    if is_own(config.dataset) or not 0 < config.clients <= _CLIENTS or config.task == "generator":
         return []
     info = dataset_info(config.dataset)
     try:

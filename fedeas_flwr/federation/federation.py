@@ -162,7 +162,8 @@ class Federation:
         checkpoint_due = last or state.round % self.config.checkpoint_every == 0
         if checkpoint_due:  # before the next round, whose clients replace the states that they keep in memory
             self.before_checkpoint()
-        blocking = last or test is None  # clients cannot evaluate while they train
+        # Clients cannot evaluate while they train.
+        blocking = last or (test is None and self.config.evaluates_in(state.round))
         metadata = self._round_metadata(state, outcome)  # before the next round, which changes the strategy
 
         def finish_round() -> None:
@@ -174,7 +175,8 @@ class Federation:
             if checkpoint_due:
                 self._checkpoint(state)
             score = "accuracy" if "accuracy" in measured else "loss"
-            log(INFO, "[round %d/%d] %s %.4f", state.round, self.config.rounds, score, measured[score])
+            if measured[score] is not None:
+                log(INFO, "[round %d/%d] %s %.4f", state.round, self.config.rounds, score, measured[score])
             self.stopped = self.on_round_end(record) or ""
 
         def finish_round_logging_errors() -> None:
@@ -196,7 +198,9 @@ class Federation:
         started = time.perf_counter()
         gamma_hat = outcome.gamma_hat() if outcome.gamma_hat is not None else None
         measured = time.perf_counter()
-        if test is not None:
+        if not self.config.evaluates_in(state.round):
+            scores: dict[str, Any] = {"loss": None}
+        elif test is not None:
             scores = test(*state.result())
         else:
             online = self.clients.manager.available(sorted(self.clients.nodes))

@@ -136,14 +136,18 @@ class _ThreadLocal(threading.local):
 class Denoiser:
     """The denoiser of a class-conditional diffusion model, tested by its loss on images that it was not trained on."""
 
+    def __init__(self) -> None:
+        self._denoisers = federated.DenoiserPool()
+
     def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
         """Return the initial weights, and Adam's moments as buffers."""
         return federated.initial_state(config)
 
     def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
         """Take the client's steps of the round."""
-        denoiser = federated.local_denoiser(task.config, task.device)
-        result, *trained = denoiser.train(task.trainable, task.buffers, images, task.labels, task.number, task.client)
+        given = task.trainable, task.buffers, images, task.labels, task.number, task.client
+        with self._denoisers.borrow(task.config, task.device) as denoiser:
+            result, *trained = denoiser.train(*given)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
         return Trained(result, trainable, buffers, ClientAlgorithmResult())
 
@@ -155,7 +159,8 @@ class Denoiser:
         _, chosen = federated.split_held_out(config, node.client, len(labels))
         held_out, classes = (torch.tensor(array[chosen], device=device) for array in (images, labels))
         seed = step_seed(config.seed, node.client)
-        loss = federated.local_denoiser(config, device).loss(trainable, held_out, classes, seed)
+        with self._denoisers.borrow(config, device) as denoiser:
+            loss = denoiser.loss(trainable, held_out, classes, seed)
         return EvaluateReport(node.client, len(chosen), 0, loss)
 
     def central_test(self, config: RunConfig, device: str) -> Evaluate:

@@ -119,6 +119,7 @@ class TrainingRounds:
         # 4. Check every reply. The valid ones are used in ascending client id, whatever their order of arrival.
         accepted, failures = self._check_replies(sampled, replies, state)
         self._check_quorum(number, sampled, failures, replies)
+        accepted = self._without_idle(number, accepted, failures)
         reports = [reply.report for reply in accepted]
         gamma_hat = self._gamma_hat(state, accepted)  # before step 5, in which the strategy may change the replies
 
@@ -262,6 +263,21 @@ class TrainingRounds:
         if any(has_died(self.clients.grid, reply) for reply in replies.values()):
             raise ProcessesDiedError(text)
         raise TooFewRepliesError(text, failures)
+
+    def _without_idle(
+        self, number: int, accepted: list[AcceptedReply], failures: list[dict[str, Any]]
+    ) -> list[AcceptedReply]:
+        """Return the replies without clients that took no step of a generator's training (`small-clients`).
+
+        With `dp`, whose noise is for all clients of a round, they stay.
+        """
+        if self.config.task == "classifier" or self.config.dp != "none":
+            return accepted
+        trained = [reply for reply in accepted if reply.report.steps]
+        if not trained:
+            text = f"round {number}: none of {counted(len(accepted), 'client')} has enough images to train on"
+            raise TooFewRepliesError(text, failures)
+        return trained
 
     def _gamma_hat(self, state: Checkpoint, accepted: Sequence[AcceptedReply]) -> Callable[[], float] | None:
         if self.config.gamma_hat == "off":

@@ -214,7 +214,8 @@ class RoundProgress:
         if "accuracy" in record:
             scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
         else:
-            scores = f"loss {record['loss']:.5f}"
+            losses = {"train loss": record["train_loss"], "loss": record["loss"]}  # not every round is evaluated
+            scores = "  ".join(f"{name} {loss:.5f}" for name, loss in losses.items() if loss is not None)
         if record["failures"]:
             scores += f"  {len(record['failures'])} failed"
         if self._bar is not None:

@@ -4,7 +4,8 @@
 
 The probe takes a few seconds. More parallel clients use a GPU better up to a point, and each takes memory. Both depend
 on the GPU, the network, the batch size and the precision, so the probe measures 1, 2, 4, 7 and 10 engines on streams of
-one process. Ray's client processes share a GPU in the same way under CUDA's MPS.
+one process. Ray's client processes share a GPU in the same way under CUDA's MPS. For `task = "generator"` it measures
+only the memory of a client.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from fedeas_flwr.common.files import atomic_write, cache_root
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.generators.ray_service import reserve_generator_gpu
+from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
@@ -50,7 +53,11 @@ _SECONDS = 180.0
 _UNMEASURED = "FEDEAS_UNMEASURED"
 """Environment variable with the measurements that failed, so that neither this process nor the runs that a sweep starts
 try them again."""
-_KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
+_KEYS = {
+    "classifier": ("dataset", "model", "stem", "batch_size", "precision", "engine"),
+    "generator": ("task", "dataset", "generator_training"),
+}
+"""Task → the fields of the config that a measurement depends on."""
 
 
 def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
@@ -116,7 +123,7 @@ def choose(measured: Mapping[str, Any]) -> int:
 
 def _cache_file(config: RunConfig) -> Path:
     properties = torch.cuda.get_device_properties(0)
-    about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
+    about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS[config.task])]
     return cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
 
@@ -152,11 +159,11 @@ def _measure_in_subprocess(config: RunConfig) -> dict[str, Any]:
 
 def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 7, 10)) -> dict[str, Any]:
     """Return images per second by number of parallel clients, with random images and the run's engine."""
-    info, batch = dataset_info(config.dataset), config.batch_size
+    if config.task == "generator":
+        return _measure_memory(config, device)
     config = config.with_changes(local_epochs=_EPOCHS, momentum=0.0, weight_decay=0.0)
-    rng, samples = np.random.default_rng(0), _SAMPLES * batch
-    images = torch.from_numpy(rng.integers(0, 256, (samples, *info.image_shape), dtype=np.uint8)).to(device)
-    labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
+    samples = _SAMPLES * config.batch_size
+    images, labels = _random_images(config, samples, device)
     free, engines, rates, taken = _free(device), list[Engine](), dict[int, float](), 0
     start = read_state(build_network(config))
     for count in counts:
@@ -173,6 +180,24 @@ def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 
                 rate = count * samples * _EPOCHS / (time.perf_counter() - began)
                 rates[count] = max(rate, rates.get(count, 0.0))
     return {"images_per_second": rates, "bytes_a_client": taken, "bytes_free": free}
+
+
+def _measure_memory(config: RunConfig, device: str) -> dict[str, Any]:
+    """Return the memory that a client's round takes, and rates with which `choose` takes as many clients as fit."""
+    free, learner = _free(device), find_learner(config)
+    images, labels = _random_images(config, 2 * config.generator_training.batch_size, device)
+    trainable, buffers = learner.initial_state(config)
+    task = ClientRound(config, 1, 0, device, trainable, buffers, extra={}, memory={}, labels=labels)
+    learner.train(task, images, by_reference=True)
+    rates = {count: float(count) for count in range(1, DEFAULT_PARALLEL_CLIENTS + 1)}
+    return {"images_per_second": rates, "bytes_a_client": max(1, free - _free(device)), "bytes_free": free}
+
+
+def _random_images(config: RunConfig, samples: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random images and labels of the dataset's shape and classes."""
+    info, rng = dataset_info(config.dataset), np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (samples, *info.image_shape), dtype=np.uint8)).to(device)
+    return images, torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
 
 
 def _free(device: str) -> int:

@@ -32,8 +32,11 @@ from fedeas_flwr.runs.listing import summarise_so_far
 PATH_KEYS = ("generator", "data-dir", "weights")
 """Keys that a run records as absolute paths, whatever was given."""
 
-MEASURES = {"last_20": "last_20", "peak": "peak", "images": "total_generated"}
-"""Measure of a sweep → its key in a run's summary."""
+MEASURES = {
+    "classifier": {"last_20": "last_20", "peak": "peak", "images": "total_generated"},
+    "generator": {"final_loss": "final_loss"},
+}
+"""Task → measure of a sweep → its key in a run's summary."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class SweepRun:
             state = "damaged"
         elif state == "unknown" or (state == "finished" and not self.finished):
             state = "waiting"
-        measured = {name: reached.get(key) for name, key in MEASURES.items()}
+        measured = {name: reached.get(key) for name, key in MEASURES[self.config.task].items()}
         error = reached.get("damage") or self.error or self.run.status()[1]
         row = {"name": self.name, **self.values, "state": state, "rounds_done": reached["rounds"]}
         return {**row, **measured, "error": error}
@@ -224,6 +227,8 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--grid '{word}' is not key=value,value…")
         if key in ("run-dir", "resume"):
             raise ConfigError(f"--grid {word}: a sweep sets {key} itself")
+        if key == "task":
+            raise ConfigError(f"--grid {word}: the runs of a sweep have one task; give it as task=generator")
         if key in grid:
             raise ConfigError(f"--grid {word}: {key} is in the grid twice; give all its values in one --grid")
         grid[key] = [parse_overrides([f"{key}={value}"])[key] for value in text.split(",")]
@@ -281,8 +286,8 @@ def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]])
     for values, group in groups.items():
         done = [row for row in group if row["state"] == "finished"]
         point = {**dict(zip(keys, values, strict=True)), "finished": len(done), "runs": len(group)}
-        for measure in MEASURES:
-            numbers = [float(row[measure]) for row in done if row[measure] is not None]  # a generator has no accuracy
+        for measure in (name for names in MEASURES.values() for name in names if name in group[0]):
+            numbers = [float(row[measure]) for row in done if row[measure] is not None]  # a stopped run may have none
             point[measure] = {
                 "mean": statistics.fmean(numbers) if numbers else None,
                 "sd": statistics.stdev(numbers) if len(numbers) > 1 else None,

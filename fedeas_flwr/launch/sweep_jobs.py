@@ -95,7 +95,8 @@ class RunProgress:
     state: str
     """waiting, running, finished or failed."""
     rounds: int
-    accuracy: float | None
+    score: float | None
+    """Final accuracy so far or, of a generator, the last loss."""
 
 
 @dataclass
@@ -112,7 +113,9 @@ class SweepStatus:
     def look_at(self, cell: SweepRun, state: str) -> None:
         """Update the progress of a run."""
         reached = cell.reached()
-        self.progress[cell.name] = RunProgress(state, reached["rounds"], reached.get("final"))
+        self.progress[cell.name] = RunProgress(
+            state, reached["rounds"], reached.get("final", reached.get("final_loss"))
+        )
 
     def note_end(self, job: Job) -> None:
         """Remove an ended job and add its time and rounds to the estimate for the others."""

@@ -110,15 +110,19 @@ def _accuracy_scores(rounds: Sequence[Mapping[str, Any]], threshold: float) -> d
 
 
 def _loss_scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    losses = [float(r["loss"]) for r in rounds]
-    return {"final_loss": losses[-1], "best_loss": min(losses), "best_loss_round": int(np.argmin(losses)) + 1}
+    """Return the last and the lowest loss; None before the first evaluation (`evaluate-every`)."""
+    losses = [(float(r["loss"]), int(r["round"])) for r in rounds if r["loss"] is not None]
+    best, number = min(losses, default=(None, None))
+    return {"final_loss": losses[-1][0] if losses else None, "best_loss": best, "best_loss_round": number}
 
 
 def describe_result(summary: Mapping[str, Any]) -> str:
     """Return a run's final and best score, and for a classifier its number of images, in one line."""
+    rounds, images = counted(summary["rounds"], "round"), counted(summary["total_generated"], "image")
+    if "final_loss" in summary and summary["final_loss"] is None:
+        return f"not evaluated after {rounds}"
     if "final_loss" in summary:
         best = f"best {summary['best_loss']:.5f} in round {summary['best_loss_round']}"
-        return f"held-out loss {summary['final_loss']:.5f} after {counted(summary['rounds'], 'round')} ({best})"
-    rounds, images = counted(summary["rounds"], "round"), counted(summary["total_generated"], "image")
+        return f"held-out loss {summary['final_loss']:.5f} after {rounds} ({best})"
     peak = f"peak {100 * summary['peak']:.1f} % in round {summary['peak_round']}"
     return f"accuracy {100 * summary['final']:.1f} % after {rounds} ({peak}), {images} generated"

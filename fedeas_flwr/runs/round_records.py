@@ -59,7 +59,8 @@ def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, A
     round_number, accuracy, loss = (record.get(key) for key in ("round", "accuracy", "loss"))
     if type(round_number) is not int or round_number != (number or round_number):
         return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
-    has_loss = "accuracy" not in record and type(loss) is float and math.isfinite(loss)  # as of a generator
+    is_generator = "accuracy" not in record and "loss" in record  # null if the round was not evaluated
+    has_loss = is_generator and (loss is None or (type(loss) is float and math.isfinite(loss)))
     if not has_loss and (not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1):
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     try:

@@ -161,6 +161,9 @@ def test_check_model_with_missing_weights_is_a_problem(tmp_path: Path, monkeypat
     offline = only(inputs.check_model, official)
     assert offline.state == "problem" and str(tmp_path) in offline.text and "safetensors" in offline.fix
     assert only(inputs.check_model, config(model="nowhere:net")).state == "problem"
+    assert only(inputs.check_model, config(model="nowhere:net", task="generator", policy="none")).state == "ok"
+    generator = config(task="generator", policy="none", **{"generator-training.preset": "paper"})
+    assert "paper" in only(inputs.check_model, generator).text
 
 
 def test_check_generator_checks_each_part_of_the_folder(tmp_path: Path, digits_generator: Path) -> None:

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from requires_gpu import on_a_gpu
+from rich.console import Console
 from runners import finish, run_in_process, small, weights
 
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.commands.sweep import print_results
+from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import trainer as trainer_module
 from fedeas_flwr.generators.learn.denoiser import MOMENTS, step_seed
-from fedeas_flwr.generators.learn.federated import LocalDenoiser, federated_preset, split_held_out
+from fedeas_flwr.generators.learn.federated import (
+    DenoiserPool,
+    LocalDenoiser,
+    federated_preset,
+    initial_state,
+    split_held_out,
+)
 from fedeas_flwr.generators.learn.trainer import Trainer
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.launch.prepare import evaluate_run
+from fedeas_flwr.launch.sweep import make_sweep
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import files_of_run
+from fedeas_flwr.runs.metrics import summarise
 from fedeas_flwr.strategies.registry import build_strategy
 
 
@@ -120,10 +134,20 @@ def test_run_writes_a_generator_that_another_run_takes(tmp_path: Path) -> None:
 
 
 def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:
-    run = finish(tiny(tmp_path / "r", {"average-moments": False}, rounds=1))
+    run = finish(tiny(tmp_path / "r", {"average-moments": "none"}, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.buffers == {}
     assert "sent its weights, its number" in (run.path / "generator" / "README.md").read_text()
+
+
+def test_evaluation_every_few_rounds_leaves_the_weights_unchanged(tmp_path: Path) -> None:
+    seldom, always = (finish(tiny(tmp_path / str(n), {"evaluate-every": n}, rounds=5)) for n in (2, 1))
+    assert weights(seldom) == weights(always)
+    losses = [record["loss"] for record in always.rounds()]
+    assert [record["loss"] for record in seldom.rounds()] == [None, losses[1], None, losses[3], losses[4]]
+    assert seldom.summary()["final_loss"] == losses[4] and seldom.checked_rounds()
+    assert seldom.summary()["best_loss_round"] in (2, 4, 5)
+    assert summarise(seldom.rounds()[:1], 0.5)["final_loss"] is None  # stopped by a callback, for example
 
 
 def test_small_clients_draw_with_replacement_or_skip(tmp_path: Path) -> None:
@@ -135,6 +159,35 @@ def test_small_clients_draw_with_replacement_or_skip(tmp_path: Path) -> None:
         result, trainable, _ = denoiser.train(start, {}, images, labels, 1, 0)
         assert result.steps == steps
         assert all(torch.equal(trainable[name], start[name]) for name in start) == (steps == 0)
+
+
+def test_client_that_skips_does_not_count_in_the_average(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"participation": 1.0, "rounds": 1, "evaluation": "central"}
+    data = federated_data(tiny(tmp_path), 4)
+    sizes = [len(data.train(client)[1]) for client in range(4)]
+    largest = int(np.argmax(sizes))
+    recipe = {"small-clients": "skip", "batch-size": max(sizes), "local-steps": 1, "held-out": 0.0}
+    config = tiny(tmp_path / "r", recipe, **keys)
+    run = finish(config)
+    (record,), found = run.rounds(), run.load_checkpoint()
+    assert found is not None and record["clients"] == [largest] and record["failures"] == []
+    images, labels = (torch.from_numpy(array) for array in data.train(largest))
+    result, trainable, _ = LocalDenoiser(config, "cpu").train(*initial_state(config), images, labels, 1, largest)
+    assert all(np.array_equal(found.trainable[name], array) for name, array in trainable.items())
+    assert record["train_loss"] == pytest.approx(result.loss)
+    with pytest.raises(RunError, match="round 1: none of 4 clients has enough images to train on"):
+        finish(tiny(tmp_path / "all", {**recipe, "batch-size": max(sizes) + 1}, failed_rounds=1, **keys))
+
+
+def test_sweep_of_generators_shows_the_loss(tmp_path: Path) -> None:
+    sweep = make_sweep(tiny(tmp_path).with_changes(run_dir="", rounds=1).to_user_dict(), ["seed=1"], tmp_path)
+    (cell,), shown = sweep.cells, io.StringIO()
+    loss = finish(cell.config).summary()["final_loss"]
+    print_results(sweep, Console(file=shown))
+    assert [line.split() for line in shown.getvalue().splitlines() if "." in line] == [["1", f"{loss:.5f}"]]
+    assert cell.finished and cell.result()["final_loss"] == loss
+    with pytest.raises(ConfigError, match="the runs of a sweep have one task"):
+        make_sweep({}, ["task=classifier,generator"], tmp_path)
 
 
 def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
@@ -149,7 +202,8 @@ def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
     [
         ({"policy": "fedeas"}, "policy = 'fedeas': must be none with task = 'generator'"),
         ({"evaluation": "federated"}, "evaluation = 'federated' needs generator-training.held-out above 0"),
-        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = false"),
+        ({"callbacks": "early-stop(patience=3)"}, "early-stop needs an accuracy"),
+        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = none"),
         ({"generator-training": {"local-steps": 0}}, "generator-training.local-steps = 0: must be greater than"),
         ({"generator-training.lokal-steps": 1}, "did you mean 'generator-training.local-steps'?"),
         ({"generator-training": 3}, "unknown key 'generator-training' = 3"),
@@ -177,3 +231,48 @@ def test_train_generator_command_runs_a_federation(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "g").config().generator_training.batch_size == 2
     refused = run_in_process(*given, "--steps", "3", cwd=tmp_path)
     assert refused.returncode == 2 and "--steps" in refused.stderr
+
+
+def test_training_starts_from_a_trained_generator(tmp_path: Path) -> None:
+    run = finish(tiny(tmp_path / "first", rounds=1))
+    folder = run.path / "generator"
+    (tmp_path / "c.toml").write_text(
+        'task = "generator"\npolicy = "none"\n[generator-training]\nstart = "first/generator"\n'
+    )
+    config = read_config(tmp_path / "c.toml")
+    assert config.generator_training.start == str(folder)
+    trainable, moments = initial_state(config)
+    saved = run.load_model()
+    assert all(np.array_equal(array, saved[name]) for name, array in trainable.items()) and not any(
+        map(np.any, moments.values())
+    )
+    with pytest.raises(FileNotFoundError, match="start"):
+        initial_state(config.with_changes(**{"generator_training.start": str(tmp_path / "none")}))
+
+
+@on_a_gpu
+def test_graphs_of_several_clients_at_once_take_the_eager_steps(tmp_path: Path) -> None:
+    eager, graphed = (
+        tiny(tmp_path / "r", {"local-steps": 6, "batch-size": 64, "held-out": 0.0}, evaluation="central", engine=engine)
+        for engine in ("eager", "auto")
+    )
+    trainable, moments = initial_state(eager)
+    data = federated_data(eager, 4)
+    clients = [[torch.tensor(array, device="cuda") for array in data.train(part)] for part in range(4)]
+    expected = [LocalDenoiser(eager, "cuda").train(trainable, moments, *own, 2, c) for c, own in enumerate(clients)]
+    pool = DenoiserPool()
+
+    def train(client: int) -> Any:
+        with pool.borrow(graphed, "cuda") as denoiser:
+            return denoiser.train(trainable, moments, *clients[client], 2, client)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(train, range(4)))
+    again = train(2)
+    for (loss, states, adam), (other, other_states, other_adam) in zip(found, expected, strict=True):
+        assert loss.loss == pytest.approx(other.loss, rel=0.02)
+        for name, state in states.items():
+            moved = (other_states[name].cpu() - torch.from_numpy(trainable[name])).norm()
+            assert (state - other_states[name]).norm() <= 0.1 * moved + 1e-6, name
+        assert adam.keys() == other_adam.keys() == moments.keys()
+    assert all(torch.allclose(again[1][name], state, rtol=0.01, atol=1e-4) for name, state in found[2][1].items())

@@ -138,6 +138,16 @@ def test_damaged_measurement_is_repeated(
     assert kept.read_text() == whole
 
 
+def test_probe_of_a_generator_measures_the_memory_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([100 * GIGABYTE, 90 * GIGABYTE])
+    monkeypatch.setattr(resources, "_free", lambda device: next(free))
+    monkeypatch.setattr(resources, "build_network", lambda config: pytest.fail("built a classifier"))
+    recipe = {"generator-training": {"local-steps": 1, "batch-size": 2}}
+    found = resources.measure(config(task="generator", **recipe), "cpu")
+    assert found["bytes_a_client"] == 10 * GIGABYTE
+    assert resources.choose(found) == 7  # 80 GB of 100, by 11 GB each
+
+
 def test_probe_uses_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, int]] = []
     build = build_module.build_engine

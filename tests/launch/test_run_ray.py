@@ -201,6 +201,12 @@ def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
         planned = f"{run.summary()['total_generated']} synthetic images for 2 clients"
         assert f"Plan: policy fedeas, β = 6: {planned}\n" in said
         assert re.search(rf"Result: accuracy .* images generated; see {tmp_path}/run\n", said)
+        recipe = "generator-training.local-steps=2 generator-training.batch-size=4"
+        keys = f'task="generator" policy="none" rounds=2 {recipe} run-dir="{tmp_path / "g"}"'
+        done = flwr_run(ROOT, keys)
+        assert re.search(r"Result: held-out loss .* after 2 rounds", done.stdout), done.stdout + done.stderr
+        assert RunDirectory(tmp_path / "g").config().generator_training.batch_size == 4
+        assert (tmp_path / "g" / "generator" / "README.md").exists()
         wrong = flwr_run(ROOT, "policy='nonsense'")
         said = wrong.stdout + wrong.stderr
         assert "policy = 'nonsense': must be" in said and "Traceback" not in said

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES
 from fedeas_flwr.generators.learn.presets import Preset
 
@@ -24,6 +26,18 @@ BETAS = (0.9, 0.99)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's names of its two moments."""
 MAX_GRADIENT_NORM = 1.0
+
+
+logger = logging.getLogger(__name__)
+
+
+class NoisyBatch(NamedTuple):
+    """Inputs of a training step: noisy images [N, C, H, W], timesteps, labels, and what the network should predict."""
+
+    noisy: torch.Tensor
+    times: torch.Tensor
+    labels: torch.Tensor
+    target: torch.Tensor
 
 
 class DenoisingLoss:
@@ -39,21 +53,32 @@ class DenoisingLoss:
         signal_to_noise = self.scheduler.alphas_cumprod / (1 - self.scheduler.alphas_cumprod)
         self._weights = loss_weights(preset, signal_to_noise).to(device)
 
-    def of_random_batch(
-        self, network: Callable[..., Any], images: torch.Tensor, labels: torch.Tensor, batch: int
-    ) -> torch.Tensor:
-        """Return the mean loss of ``batch`` images, drawn with replacement from uint8 images [N, C, H, W]."""
+    def random_batch(
+        self, images: torch.Tensor, labels: torch.Tensor, batch: int, generator: torch.Generator | None = None
+    ) -> NoisyBatch:
+        """Draw ``batch`` images with replacement from uint8 images [N, C, H, W], and their timesteps and noise.
+
+        ``generator`` is the source of all random numbers; None: torch's default generator of the device.
+        """
         device = self._device
-        chosen = torch.randint(len(images), (batch,), device=device)
-        times = self._stratified_times(torch.rand(batch, device=device))
+        draw: dict[str, Any] = {"device": device, "generator": generator}
+        chosen = torch.randint(len(images), (batch,), **draw)
+        times = self._stratified_times(torch.rand(batch, **draw))
         clean = images[chosen].float() / 127.5 - 1
         if self._flips:
-            mirrored = torch.rand(batch, 1, 1, 1, device=device) < 0.5
+            mirrored = torch.rand(batch, 1, 1, 1, **draw) < 0.5
             clean = torch.where(mirrored, clean.flip(3), clean)
-        noise = torch.randn(clean.shape, device=device)
-        dropped = torch.rand(batch, device=device) < self._preset.label_dropout
+        noise = torch.randn(clean.shape, **draw)
+        dropped = torch.rand(batch, **draw) < self._preset.label_dropout
         shown = torch.where(dropped, self._no_label, labels[chosen])
-        return self._loss(network, clean, noise, times, shown).mean()
+        return self._add_noise(clean, noise, times, shown)
+
+    def of_batch(self, network: Callable[..., Any], batch: NoisyBatch) -> torch.Tensor:
+        """Return the loss of every image of a batch."""
+        with torch.autocast("cuda", dtype=torch.bfloat16) if self._device.type == "cuda" else nullcontext():
+            predicted = network(batch.noisy, batch.times, class_labels=batch.labels, return_dict=False)[0]
+        errors: torch.Tensor = (predicted.float() - batch.target).square().mean(dim=(1, 2, 3))
+        return self._weights[batch.times] * errors
 
     @torch.no_grad()
     def of_each_image(
@@ -66,31 +91,38 @@ class DenoisingLoss:
         clean = images.float() / 127.5 - 1
         within = torch.rand(len(images), generator=generator).to(self._device)
         noise = torch.randn(clean.shape, generator=generator).to(self._device)
-        return self._loss(network, clean, noise, self._stratified_times(within), labels)
+        return self.of_batch(network, self._add_noise(clean, noise, self._stratified_times(within), labels))
 
     def _stratified_times(self, within: torch.Tensor) -> torch.Tensor:
         """Return one timestep from each of N equal slices: the loss varies less than with independent timesteps."""
         slices = (torch.arange(len(within), device=within.device) + within) / len(within)
         return (slices * TIMESTEPS).long().clamp(max=TIMESTEPS - 1)
 
-    def _loss(
-        self,
-        network: Callable[..., Any],
-        clean: torch.Tensor,
-        noise: torch.Tensor,
-        times: torch.Tensor,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+    def _add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, times: torch.Tensor, labels: torch.Tensor
+    ) -> NoisyBatch:
         noisy = self.scheduler.add_noise(clean, noise, times)
+        if self._device.type == "cuda":
+            noisy = noisy.contiguous(memory_format=torch.channels_last)
         velocity = self._preset.prediction == "v_prediction"
         target = self.scheduler.get_velocity(clean, noise, times) if velocity else noise
-        on_cuda = self._device.type == "cuda"
-        if on_cuda:
-            noisy = noisy.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", dtype=torch.bfloat16) if on_cuda else nullcontext():
-            predicted = network(noisy, times, class_labels=labels, return_dict=False)[0]
-        errors: torch.Tensor = (predicted.float() - target).square().mean(dim=(1, 2, 3))
-        return self._weights[times] * errors
+        return NoisyBatch(noisy, times, labels, target)
+
+
+def compiled(network: Any, use: Callable[[Any], object]) -> Any:
+    """Return the compiled network after ``use`` has called it once; without a compiler, the network itself.
+
+    Networks of the same shapes share the compiled code, so only the first one of a process takes a minute or two.
+    """
+    faster = torch.compile(network, dynamic=False)
+    try:
+        use(faster)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler raises many types
+        logger.warning("not compiled, training continues without: %s", one_line(error))
+        return network
+    return faster
 
 
 def step_seed(seed: int, *numbers: int) -> int:

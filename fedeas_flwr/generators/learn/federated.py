@@ -1,27 +1,33 @@
 """A denoiser that a federation trains (`task = "generator"`): one client's steps, its loss on images, the result.
 
-A client continues from the averaged weights and, with `average-moments`, from the averaged moments of Adam, which
-travel as buffers of the model: buffers are checked, averaged by real samples and checkpointed under any strategy.
+A client continues from the averaged weights and from the averaged moments of Adam (`average-moments`), which travel as
+buffers of the model: buffers are checked, averaged by real samples and checkpointed under any strategy.
 
 The random numbers of a step are seeded by (seed, round, client, step) only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedeas_flwr.common.files import atomic_folder, atomic_write
+from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
+from fedeas_flwr.common.files import atomic_folder, atomic_write, expanded
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info
+from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
 from fedeas_flwr.generators.learn.denoiser import (
     BETAS,
     MAX_GRADIENT_NORM,
@@ -29,14 +35,20 @@ from fedeas_flwr.generators.learn.denoiser import (
     DenoisingLoss,
     build_scheduler,
     build_unet,
+    compiled,
     rate_factor,
     step_seed,
 )
 from fedeas_flwr.generators.learn.presets import PRESETS, Preset
-from fedeas_flwr.training.engine import State, TrainResult, copy_state, read_state
+from fedeas_flwr.training.engine import State, TrainResult, clone_state, copy_state, read_state
+from fedeas_flwr.training.gpu.launcher import launch, on_stream
 from fedeas_flwr.training.models import drawing, split_state
 
+logger = logging.getLogger(__name__)
+
 _EVALUATED_AT_ONCE = 256
+AVERAGED = {"both": MOMENTS, "second": MOMENTS[1:], "none": ()}
+"""Adam's moments that clients send, by the values of `average-moments`."""
 
 
 def federated_preset(config: RunConfig) -> Preset:
@@ -54,7 +66,7 @@ def federated_preset(config: RunConfig) -> Preset:
 
 
 def initial_unet(config: RunConfig) -> Any:
-    """Return the network with its initial weights; raise ValueError if it does not fit the size of the images."""
+    """Return the network with random initial weights; raise ValueError if it does not fit the size of the images."""
     info, preset = dataset_info(config.dataset), federated_preset(config)
     preset.check_size(*info.image_shape[:2])
     with drawing, torch.random.fork_rng(devices=[]):
@@ -64,11 +76,14 @@ def initial_unet(config: RunConfig) -> Any:
 
 def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
     """Return the initial weights, and Adam's moments, which are 0; no moments if they are not averaged."""
-    trainable, buffers = split_state(initial_unet(config))
+    unet, preset = initial_unet(config), federated_preset(config)
+    if start := config.generator_training.start:
+        schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
+        init_from_pretrained(unet, expanded(start, "generator-training.start"), schedule)
+    trainable, buffers = split_state(unet)
     assert not buffers
-    names = [f"{moment}/{name}" for moment in MOMENTS for name in trainable]
-    zeros = {name: np.zeros_like(trainable[name.partition("/")[2]]) for name in names}
-    return dict(trainable), zeros if config.generator_training.average_moments else {}
+    sent = AVERAGED[config.generator_training.average_moments]
+    return dict(trainable), {f"{key}/{name}": np.zeros_like(array) for key in sent for name, array in trainable.items()}
 
 
 def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels, Labels]:
@@ -79,13 +94,47 @@ def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels
 
 
 class LocalDenoiser:
-    """Trains and evaluates the denoiser of a run on images of a client, one client after another."""
+    """Trains and evaluates the denoiser of a run on images of a client, one client at a time.
 
-    def __init__(self, config: RunConfig, device: str) -> None:
+    On a GPU it has its own stream, on which it replays a step (forward, backward, update) as one CUDA graph, so several
+    denoisers train at once; the GPU serves those of lower ``rank`` first. There is no dropout, whose random numbers
+    would come from a generator that all of them share.
+    """
+
+    def __init__(self, config: RunConfig, device: str, rank: int = LAST) -> None:
         self._config, self._preset, self._device = config, federated_preset(config), torch.device(device)
-        self._unet = initial_unet(config).to(self._device)
-        info = dataset_info(config.dataset)
+        info, on_cuda = dataset_info(config.dataset), self._device.type == "cuda"
+        height, width, channels = info.image_shape
+        self._stream = own_stream(rank) if on_cuda else None
         self._loss = DenoisingLoss(self._preset, len(info.classes), info.mirrored_keeps_class, self._device)
+        self._generator = torch.Generator(self._device)
+        with on_stream(self._stream):
+            self._unet = initial_unet(config).to(self._device).eval()
+            rate = torch.zeros((), device=self._device) if on_cuda else 0.0
+            parameters = dict(self._unet.named_parameters())
+            self._adam = torch.optim.Adam(parameters.values(), rate, BETAS, capturable=on_cuda, fused=on_cuda)
+            self._moments = {f"{key}/{n}": torch.zeros_like(p) for key in MOMENTS for n, p in parameters.items()}
+            self._steps = [torch.zeros((), device=self._device) for _ in parameters]
+            for (name, parameter), step in zip(parameters.items(), self._steps, strict=True):
+                moments = {key: self._moments[f"{key}/{name}"] for key in MOMENTS}
+                self._adam.state[parameter] = {"step": step, **moments}
+            self._total_loss = torch.zeros((), device=self._device)
+            image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=self._device)
+            label = torch.zeros(1, dtype=torch.long, device=self._device)
+            self._batch = self._loss.random_batch(image, label, self._preset.batch, self._generator)
+        self._network: Any = self._unet
+        self._update: Callable[[], None] = self._take_step
+
+    def capture(self) -> None:
+        """Compile the network and capture a step as a CUDA graph; on the CPU do nothing."""
+        if self._stream is None or self._config.engine == "eager":
+            return
+        with capturing, on_stream(self._stream):
+            self._network = compiled(self._unet, self._differentiate)
+            try:
+                self._update = capture(self._take_step, self._stream)
+            except CaptureError as error:
+                logger.warning("no CUDA graph; training continues without one: %s", one_line(error))
 
     def train(
         self, trainable: State, buffers: State, images: torch.Tensor, labels: torch.Tensor, number: int, client: int
@@ -95,66 +144,113 @@ class LocalDenoiser:
         A client without images, or with fewer than a batch if `small-clients` is skip, returns what it received.
         """
         recipe = self._config.generator_training
-        chosen = torch.from_numpy(split_held_out(self._config, client, len(labels))[0]).to(self._device)
-        images, labels = images[chosen].permute(0, 3, 1, 2).contiguous(), labels[chosen]
-        if len(labels) < (recipe.batch_size if recipe.small_clients == "skip" else 1):
+        own = torch.from_numpy(split_held_out(self._config, client, len(labels))[0]).to(self._device)
+        if len(own) < (recipe.batch_size if recipe.small_clients == "skip" else 1):
             return TrainResult(0.0, 0), trainable, buffers
-        first, total = (number - 1) * recipe.local_steps, self._config.rounds * recipe.local_steps
-        with drawing:  # torch has one generator per process, from which dropout draws too
+        first = (number - 1) * recipe.local_steps
+        with on_stream(self._stream):
+            images, labels = images[own].permute(0, 3, 1, 2).contiguous(), labels[own]
             copy_state(self._unet, trainable, {})
-            self._unet.train()
-            adam = self._optimizer(buffers, first)
-            losses = []
-            for step in range(recipe.local_steps):
-                factor = rate_factor(self._preset, first + step, (first + step) / total)
-                adam.param_groups[0]["lr"] = self._preset.learning_rate * factor
-                torch.manual_seed(step_seed(self._config.seed, number, client, step))
-                loss = self._loss.of_random_batch(self._unet, images, labels, self._preset.batch)
-                adam.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-                torch.nn.utils.clip_grad_norm_(self._unet.parameters(), MAX_GRADIENT_NORM)
-                adam.step()
-                losses.append(loss.detach())
-            result = TrainResult(float(torch.stack(losses).mean()), recipe.local_steps)
-            states = {name: adam.state[parameter] for name, parameter in self._unet.named_parameters()}
-            moments = {name: states[name.partition("/")[2]][name.partition("/")[0]].clone() for name in buffers}
-            return result, read_state(self._unet)[0], moments
+            torch._foreach_zero_([*self._steps, *self._moments.values(), self._total_loss])
+            if buffers:
+                copy_state({name: self._moments[name] for name in buffers}, buffers, {})
+                torch._foreach_add_(self._steps, float(first))
+
+            def step(index: int) -> None:
+                self._set_rate(first + index)
+                self._generator.manual_seed(step_seed(self._config.seed, number, client, index))
+                batch = self._loss.random_batch(images, labels, self._preset.batch, self._generator)
+                for kept, drawn in zip(self._batch, batch, strict=True):
+                    kept.copy_(drawn)
+                self._update()
+
+            launch(self._stream, [partial(step, index) for index in range(recipe.local_steps)])
+            loss = float(self._total_loss) / recipe.local_steps
+            moments = clone_state({name: self._moments[name] for name in buffers}, buffers)[0]
+            return TrainResult(loss, recipe.local_steps), read_state(self._unet)[0], moments
 
     def loss(self, trainable: State, images: torch.Tensor, labels: torch.Tensor, seed: int) -> float:
         """Return the mean loss of weights on uint8 images [N, H, W, C]; 0 without images.
 
         Each image has one timestep and one noise, which depend on ``seed`` and the image's position only.
         """
-        generator, total = torch.Generator().manual_seed(seed), 0.0
-        with drawing:
+        generator, losses = torch.Generator().manual_seed(seed), [torch.zeros(0)]
+        with on_stream(self._stream):
             copy_state(self._unet, trainable, {})
-            self._unet.eval()
             for begin in range(0, len(labels), _EVALUATED_AT_ONCE):
                 part = slice(begin, begin + _EVALUATED_AT_ONCE)
                 clean = images[part].permute(0, 3, 1, 2)
-                total += float(self._loss.of_each_image(self._unet, clean, labels[part], generator).sum())
-        return total / max(len(labels), 1)
+                losses.append(self._loss.of_each_image(self._unet, clean, labels[part], generator).cpu())
+        return float(torch.cat(losses).sum()) / max(len(labels), 1)
 
-    def _optimizer(self, moments: State, steps: int) -> torch.optim.Adam:
-        """Return Adam after ``steps`` steps that left these moments; without moments, a new one."""
-        adam = torch.optim.Adam(self._unet.parameters(), betas=BETAS)
-        for name, parameter in self._unet.named_parameters() if moments else ():
-            found = {key: _copied(moments[f"{key}/{name}"], parameter) for key in MOMENTS}
-            # Adam keeps its step count on the CPU for every device.
-            adam.state[parameter] = {"step": torch.tensor(float(steps)), **found}
-        return adam
+    def _set_rate(self, step: int) -> None:
+        total = self._config.rounds * self._config.generator_training.local_steps
+        rate, group = (
+            self._preset.learning_rate * rate_factor(self._preset, step, step / total),
+            self._adam.param_groups[0],
+        )
+        if self._stream is None:
+            group["lr"] = rate
+        else:  # the graph reads it from this tensor
+            group["lr"].fill_(rate)
+
+    def _differentiate(self, network: Any) -> torch.Tensor:
+        loss = self._loss.of_batch(network, self._batch).mean()
+        self._adam.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        return loss.detach()
+
+    def _take_step(self) -> None:
+        self._total_loss += self._differentiate(self._network)
+        torch.nn.utils.clip_grad_norm_(self._unet.parameters(), MAX_GRADIENT_NORM)
+        self._adam.step()
 
 
-@lru_cache(maxsize=1)
-def local_denoiser(config: RunConfig, device: str) -> LocalDenoiser:
-    """Return the denoiser of a run, built once per process."""
-    return LocalDenoiser(config, device)
+class DenoiserPool:
+    """Denoisers of one run-config, shared by the clients of a process: on a GPU, as many as its memory holds."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._config: RunConfig | None = None
+        self._free: list[LocalDenoiser] = []
+        self._count = self._bytes = 0
+
+    @contextmanager
+    def borrow(self, config: RunConfig, device: str) -> Iterator[LocalDenoiser]:
+        """Yield a free denoiser, or a new one; wait for a free one if there is no memory for another."""
+        with self._changed:
+            if self._config != config:
+                self._config, self._free, self._count = config, [], 0
+            while not self._free and self._count and not self._has_room(device):
+                self._changed.wait()
+            free = self._free
+            if not free:
+                before = torch.cuda.memory_reserved() if device == "cuda" else 0
+                free.append(LocalDenoiser(config, device, self._count))
+                free[0].capture()
+                self._bytes = torch.cuda.memory_reserved() - before if device == "cuda" else 0
+                self._count += 1
+            denoiser = free.pop()
+        try:
+            yield denoiser
+        finally:
+            with self._changed:
+                free.append(denoiser)
+                self._changed.notify()
+
+    def _has_room(self, device: str) -> bool:
+        """Return whether another denoiser leaves a tenth of the GPU's memory to the server, which averages models."""
+        if device == "cpu":
+            return True
+        free, total = torch.cuda.mem_get_info()
+        return free - self._bytes > total / 10
 
 
-def _copied(array: Any, like: torch.Tensor) -> torch.Tensor:
-    source = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
-    return torch.empty_like(like).copy_(source)
-
+_SENT = {
+    "both": " and Adam's two moments, three times the size of the model",
+    "second": " and Adam's second moment, twice the size of the model",
+    "none": "",
+}
 
 _CARD = """---
 library_name: diffusers
@@ -206,7 +302,7 @@ def write_generator(folder: Path, config: RunConfig, weights: Arrays, summary: M
         batch=recipe.batch_size,
         seen=summary["steps"] * recipe.batch_size,
         held_out=recipe.held_out,
-        moments=" and Adam's two moments, three times the size of the model" if recipe.average_moments else "",
+        moments=_SENT[recipe.average_moments],
         dp=privacy or "They had no differential privacy.",
         parameters=sum(value.numel() for value in unet.parameters()) / 1e6,
         prediction=preset.prediction,

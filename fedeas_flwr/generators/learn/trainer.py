@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data.datasets import Dataset, dataset_info
 from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
 from fedeas_flwr.generators.learn.denoiser import (
@@ -27,6 +26,7 @@ from fedeas_flwr.generators.learn.denoiser import (
     MOMENTS,
     DenoisingLoss,
     build_unet,
+    compiled,
     rate_factor,
     step_seed,
 )
@@ -170,7 +170,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> torch.Tensor:
         torch.manual_seed(step_seed(self.seed, step + 1))
-        loss = self._batch_loss()
+        loss = self._batch_loss(self._forward)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         torch.nn.utils.clip_grad_norm_(self.unet.parameters(), MAX_GRADIENT_NORM)
@@ -178,20 +178,16 @@ class Trainer:
         self.average.step(self.unet.parameters())
         return loss.detach()
 
-    def _batch_loss(self) -> torch.Tensor:
-        """Return the loss on one random batch."""
-        return self.loss.of_random_batch(self._forward, self._images, self._labels, self.preset.batch)
+    def _batch_loss(self, network: Any) -> torch.Tensor:
+        """Return a network's loss on one random batch."""
+        batch = self.loss.random_batch(self._images, self._labels, self.preset.batch)
+        return self.loss.of_batch(network, batch).mean()
 
     def _compile(self) -> None:
-        """Compile forward and backward on a batch without an update; without a compiler, use the eager network."""
+        """Compile forward and backward on a batch without an update."""
         self._wants_compile = False
         logger.info("compiling the network takes a minute or two")
-        self._forward = torch.compile(self.unet, dynamic=False)
-        try:
-            self._batch_loss().backward()  # type: ignore[no-untyped-call, unused-ignore]
-        except Exception as error:  # a compiler raises many types
-            logger.warning("not compiled, training continues without: %s", one_line(error))
-            self._forward = self.unet
+        self._forward = compiled(self.unet, lambda network: self._batch_loss(network).backward())  # type: ignore[no-untyped-call, unused-ignore]
         self.optimizer.zero_grad(set_to_none=True)
 
     def _log(self, losses: list[torch.Tensor]) -> float:

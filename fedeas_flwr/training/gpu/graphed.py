@@ -39,7 +39,7 @@ from fedeas_flwr.training.engine import (
 )
 from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
-from fedeas_flwr.training.gpu.launcher import launcher
+from fedeas_flwr.training.gpu.launcher import launch, on_stream
 from fedeas_flwr.training.gpu.precomputed_rows import PrecomputedRows
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy
@@ -154,7 +154,7 @@ class GraphedEngine:
     ) -> tuple[TrainResult, State, State]:
         """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
         table, full, rest = batch_table(len(labels), self.recipe, batches)
-        with self._on_stream():
+        with on_stream(self._stream):
             try:
                 graphs = self._reserve(images, len(table), inputs)
             except Exception as error:  # a network's layers, and a compiler of kernels, may raise anything
@@ -176,31 +176,12 @@ class GraphedEngine:
                 buffer.zero_()
             epoch = [self._loss.zero_, *[graphs.full] * full, *[graphs.short] * (rest > 0)]
             with self._own_random_numbers(batches):
-                self._launch([*self._precompute_launches(graphs, len(labels)), *epoch * self.recipe.epochs])
+                launch(self._stream, [*self._precompute_launches(graphs, len(labels)), *epoch * self.recipe.epochs])
                 if self._fast is not None:
                     self._fast.count_batches(len(table))
                 state = clone_state(self._state, self._trained)
                 loss = float(self._loss)  # waits for the stream
         return TrainResult(loss / max(self.recipe.samples(len(labels)), 1), len(table)), *state
-
-    def _launch(self, steps: Sequence[Callable[[], object]]) -> None:
-        if self._stream is None:
-            for step in steps:
-                step()
-        else:
-            launcher().run(self._stream, steps)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream())
-            try:
-                yield
-            finally:  # also after an error: the caller may free tensors that the stream still reads
-                self._stream.synchronize()
 
     @contextmanager
     def _own_random_numbers(self, batches: np.random.Generator) -> Iterator[None]:

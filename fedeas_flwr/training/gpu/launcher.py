@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -110,3 +111,26 @@ class Launcher:
 def launcher() -> Launcher:
     """Return this process's launcher."""
     return Launcher()
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Run the block on a stream, after the default stream's work, and wait for it at the end; None: do nothing."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        try:
+            yield
+        finally:  # also after an error: the caller may free tensors that the stream still reads
+            stream.synchronize()
+
+
+def launch(stream: Any, steps: Sequence[Callable[[], object]]) -> None:
+    """Call ``steps`` in order: in the launching thread, or in this one without a stream."""
+    if stream is None:
+        for step in steps:
+            step()
+    else:
+        launcher().run(stream, steps)
