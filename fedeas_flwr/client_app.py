@@ -27,7 +27,13 @@ from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.generators.client_images import local_images
-from fedeas_flwr.generators.federated import federated_training, received_folder, with_folder, write_received
+from fedeas_flwr.generators.federated import (
+    expected_weights,
+    federated_training,
+    received_folder,
+    with_folder,
+    write_received,
+)
 from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
@@ -213,9 +219,7 @@ def _with_generator(config: RunConfig, node: Node, task: TrainTask, message: Mes
     folder = received_folder(task.run)
     if messages.has_generator(message):
         training = generator_config(config)
-        expected, _ = find_learner(training).initial_state(training)
-        weights = messages.read_generator(message, dict(sorted(expected.items())))
-        write_received(folder, training, weights)
+        write_received(folder, training, messages.read_generator(message, expected_weights(training)))
     return config.with_changes(generator=str(folder))
 
 

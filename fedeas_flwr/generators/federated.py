@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from fedeas_flwr.common.files import atomic_folder, cache_root, is_whole, write_checksums
+from fedeas_flwr.common.files import atomic_folder, cache_root, expanded, is_whole, write_checksums
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.sources import find_source
 from fedeas_flwr.runs.files import GENERATOR
@@ -29,13 +30,19 @@ _VERSION = 1
 def federated_training(config: RunConfig) -> RunConfig:
     """Return the config of the training of a simulation's generator; its run-dir is named by what decides the weights.
 
-    These are the keys that identify the training, and the content of the dataset's files.
+    These are the keys that identify the training, and the content of the dataset's files and of `start`'s weights.
     """
     from fedeas_flwr.config import generator_config
     from fedeas_flwr.config_keys import identity
 
     training = generator_config(config)
-    content = find_source(config.dataset, config.data_dir).origin
+    content = [find_source(config.dataset, config.data_dir).origin]
+    if start := training.generator_training.start:
+        from fedeas_flwr.generators.diffusion.model_folder import weights_file
+
+        with suppress(FileNotFoundError):  # the training raises the error
+            stat = weights_file(expanded(start, "generator-training.start")).stat()
+            content.append(f"{stat.st_size} bytes, {stat.st_mtime_ns}")
     facts = json.dumps([_VERSION, content, identity(training)], sort_keys=True)
     name = f"federated-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     return training.with_changes(run_dir=str(cache_root() / "generators" / name))
@@ -59,6 +66,14 @@ def read_weights(folder: str) -> Arrays:
 def received_folder(run: str) -> Path:
     """Return the folder of the generator that a node received in a run of this identity."""
     return cache_root() / "generators" / f"received-{run}"
+
+
+def expected_weights(config: RunConfig) -> Arrays:
+    """Return arrays with the names and shapes of a generator's weights, sorted by name, from its training's config."""
+    from fedeas_flwr.generators.learn.federated import initial_unet
+    from fedeas_flwr.training.models import split_state
+
+    return dict(sorted(split_state(initial_unet(config))[0].items()))
 
 
 def write_received(folder: Path, config: RunConfig, weights: Arrays) -> None:

@@ -115,7 +115,8 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 def check_for_run(config: RunConfig, device: str) -> None:
     """Raise the errors of `open_for_run` that can be found without building or training a model.
 
-    Not for a bank, which is checked by opening it. A generator of a user's own is opened, and generates two images.
+    Not for a bank, which is checked by opening it. A generator of a user's own is opened, and generates two images. For
+    a federated one, the initial network is built.
     """
     kind, where = config.generator_spec
     if kind == "sd-turbo":
@@ -141,9 +142,9 @@ def check_for_run(config: RunConfig, device: str) -> None:
         timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
     if kind == "federated":
         from fedeas_flwr.config import generator_config
-        from fedeas_flwr.generators.learn.federated import federated_preset
+        from fedeas_flwr.generators.learn.federated import initial_state
 
-        federated_preset(generator_config(config)).check_size(*info.image_shape[:2])
+        initial_state(generator_config(config))
     with _naming_keys():
         Settings(**_settings(config), device=device).check(folder, timesteps, embeddings, classes)
 

@@ -31,7 +31,7 @@ from fedeas_flwr.common.cores import usable_cores
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.files import atomic_write, cache_root
 from fedeas_flwr.common.text import one_line
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.generators.ray_service import reserve_generator_gpu
@@ -64,8 +64,9 @@ def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
     """Return the number of clients that train in parallel: processes under Ray, threads inline on a GPU."""
     if config.actors:
         return config.actors
-    if on_gpu:
-        return max_parallel_clients(config)
+    if on_gpu:  # the same processes or threads train a federated generator, then the classifier
+        trained = [config, *([generator_config(config)] if config.trains_generator else [])]
+        return min(map(max_parallel_clients, trained))
     cores = usable_cores()
     return min(cores, config.clients or cores)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runners import CHEAP, finish, quick, run_in_process, weights
+from deployments import Lab
+from runners import CHEAP, finish, quick, run_in_process, small, weights
 
 from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, MessageError
@@ -168,6 +169,35 @@ def test_phase_has_the_runs_data_and_its_own_recipe(tmp_path: Path) -> None:
     assert with_folder(config).generator == str(training_of(config).path / "generator")
 
 
+@pytest.mark.flower
+@pytest.mark.slow
+def test_ray_and_inline_train_the_same_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inline = finish(tiny(tmp_path / "inline", model="small-cnn"))
+    generator = weights(training_of(inline.config()))
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "ray-cache"))
+    ray = finish(tiny(tmp_path / "ray", model="small-cnn", backend="ray"))
+    assert weights(training_of(ray.config())) == generator and weights(ray) == weights(inline)
+    assert ray.service()["images"] > 0
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_supernodes_train_and_receive_the_generator(tmp_path: Path) -> None:
+    keys = {**CHEAP, "clients": 2, "rounds": 2, "participation": 1.0, "local_epochs": 1, "generator": "federated"}
+    keys |= {f"generator-training.{key}": value for key, value in RECIPE.items()}
+    simulated = finish(small(tmp_path / "simulated", **keys))
+    with Lab(tmp_path, 2, tmp_path) as lab:
+        lab.register()
+        nodes = lab.deployment.node_folders(lab.folder)
+        for number, node in enumerate(nodes):
+            lab.set_node_config(node, f"partition-id={number} num-partitions=2")
+            lab.start_node(number)
+        run = lab.follow(lab.submit(**keys))
+    assert weights(RunDirectory(run.path / "generator-training")) == weights(training_of(simulated.config()))
+    assert weights(run) == weights(simulated)
+    assert all(list((node / "cache" / "generators").glob("received-*/unet/*.safetensors")) for node in nodes)
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -194,6 +224,8 @@ def test_commands_before_the_training_check_what_they_can(tmp_path: Path) -> Non
         np.savez(tmp_path / "own.npz", x_train=odd, y_train=labels, x_test=odd, y_test=labels)
         own = {"dataset": f"own:{tmp_path / 'own.npz'}", "generator-training.preset": "paper"}
         check_for_run(parse_config({"generator": "federated", "clients": 2, **own}), "cpu")
+    with pytest.raises(OSError, match=r"there is no /nowhere/unet/config\.json"):
+        check_for_run(parse_config({"generator": "federated", "generator-training.start": "/nowhere"}), "cpu")
     with pytest.raises(ValueError, match="'federated' is not trained yet"):
         open_for_run(config, "cpu")
     (tmp_path / "c.toml").write_text('clients = 4\ngenerator = "federated"\nbackend = "inline"\n')
