@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from deployments import Lab
 from runners import CHEAP, finish, quick, run_in_process, small, weights
+from waiting import LONG
 
 from fedeas_flwr import client_app
-from fedeas_flwr.common.errors import ConfigError, MessageError
+from fedeas_flwr.common.errors import ConfigError, MessageError, RunError
 from fedeas_flwr.common.files import is_whole
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.node import Node
@@ -105,6 +106,13 @@ def test_run_killed_in_either_phase_resumes_to_the_same_weights(
     assert weights(training_of(resumed.config())) == weights(whole[1])
 
 
+def test_run_whose_generator_has_its_rounds_keeps_them(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "r", {"rounds": 0})
+    RunDirectory.start(config, {})
+    with pytest.raises(RunError, match=r"rounds = 3: must be 2, .*; its generator's training .* depends on it"):
+        RunDirectory(tmp_path / "r").check_ready(config.with_changes(resume=True, rounds=3))
+
+
 def test_failure_of_the_training_names_the_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> Any:
         raise ValueError("no memory left")
@@ -183,8 +191,9 @@ def test_ray_and_inline_train_the_same_generator(tmp_path: Path, monkeypatch: py
 @pytest.mark.flower
 @pytest.mark.slow
 def test_supernodes_train_and_receive_the_generator(tmp_path: Path) -> None:
-    keys = {**CHEAP, "clients": 2, "rounds": 2, "participation": 1.0, "local_epochs": 1, "generator": "federated"}
-    keys |= {f"generator-training.{key}": value for key, value in RECIPE.items()}
+    keys = {**CHEAP, "clients": 2, "rounds": 1, "participation": 1.0, "local_epochs": 1, "generator": "federated"}
+    recipe = {**RECIPE, "rounds": 1, "average-moments": "none"}  # SuperLinks store hundreds of arrays one by one
+    keys |= {f"generator-training.{key}": value for key, value in recipe.items()}
     simulated = finish(small(tmp_path / "simulated", **keys))
     with Lab(tmp_path, 2, tmp_path) as lab:
         lab.register()
@@ -192,7 +201,7 @@ def test_supernodes_train_and_receive_the_generator(tmp_path: Path) -> None:
         for number, node in enumerate(nodes):
             lab.set_node_config(node, f"partition-id={number} num-partitions=2")
             lab.start_node(number)
-        run = lab.follow(lab.submit(**keys))
+        run = lab.follow(lab.submit(**keys), 2 * LONG)
     assert weights(RunDirectory(run.path / "generator-training")) == weights(training_of(simulated.config()))
     assert weights(run) == weights(simulated)
     assert all(list((node / "cache" / "generators").glob("received-*/unet/*.safetensors")) for node in nodes)
