@@ -24,7 +24,7 @@ from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
-from fedeas_flwr.federation.learners import find_learner
+from fedeas_flwr.federation.learners import DENOISER, find_learner
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.generators.federated import (
@@ -215,6 +215,7 @@ def _with_generator(config: RunConfig, node: Node, task: TrainTask, message: Mes
     A node on another machine than the server writes that folder when it receives the weights.
     """
     if node.simulated:
+        DENOISER.release()  # this process may have trained the generator
         return with_folder(_with_clients(config, node))
     folder = received_folder(task.run)
     if messages.has_generator(message):

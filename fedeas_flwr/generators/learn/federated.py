@@ -8,6 +8,7 @@ The random numbers of a step are seeded by (seed, round, client, step) only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -237,6 +238,15 @@ class DenoiserPool:
             with self._changed:
                 free.append(denoiser)
                 self._changed.notify()
+
+    def release(self) -> None:
+        """Free the denoisers, none of which may be in use."""
+        with self._changed:
+            if not self._count:
+                return
+            self._config, self._free, self._count = None, [], 0
+            gc.collect()  # a denoiser refers to itself by its step
+            torch.cuda.empty_cache()
 
     def _has_room(self, device: str) -> bool:
         """Return whether another denoiser leaves a tenth of the GPU's memory to the server, which averages models."""
