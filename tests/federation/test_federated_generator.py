@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deployments import Lab
-from runners import CHEAP, finish, quick, run_in_process, small, weights
+from runners import CHEAP, SMALL, finish, quick, run_in_process, small, weights
 from waiting import LONG
 
 from fedeas_flwr import client_app
@@ -191,7 +191,7 @@ def test_ray_and_inline_train_the_same_generator(tmp_path: Path, monkeypatch: py
 @pytest.mark.flower
 @pytest.mark.slow
 def test_supernodes_train_and_receive_the_generator(tmp_path: Path) -> None:
-    keys = {**CHEAP, "clients": 2, "rounds": 1, "participation": 1.0, "local_epochs": 1, "generator": "federated"}
+    keys = {**SMALL, **CHEAP, "clients": 2, "rounds": 1, "participation": 1.0, "generator": "federated"}
     recipe = {**RECIPE, "rounds": 1, "average-moments": "none"}  # SuperLinks store hundreds of arrays one by one
     keys |= {f"generator-training.{key}": value for key, value in recipe.items()}
     simulated = finish(small(tmp_path / "simulated", **keys))
