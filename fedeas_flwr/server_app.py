@@ -45,6 +45,7 @@ from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import GENERATOR, TRAINING
 from fedeas_flwr.runs.metrics import describe_result
+from fedeas_flwr.strategies.privacy import describe_noise
 from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.strategies.registry import build_strategy
 
@@ -114,6 +115,8 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
     run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config), warning)
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
     federation.training.generator = to_send
+    if noise := describe_noise(config, start.trainable):
+        log(INFO, "%s", noise)
     federation.restore(start)
     federation.clients.manager.keys = read_node_keys()
     federation.clients.discover()

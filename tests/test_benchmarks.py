@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedeas_flwr.common.randomness import stream
@@ -24,7 +25,10 @@ from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.data.sources import check_npz
+from fedeas_flwr.generators.learn.denoiser import build_unet
+from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.privacy import gaussian_epsilon
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import LocalTrainingConfig
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -284,3 +288,62 @@ def test_baseline_network_gets_the_baselines_pixels(
     pixels = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     converted = model.convert(Normaliser(info.mean, info.std, "cpu")(pixels))
     torch.testing.assert_close(converted, Normaliser(mean, std, "cpu")(pixels))
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "published"),
+    [
+        (4.0, 0.01, 10_000, 1.26),  # Abadi et al. (2016)
+        (1.3, 256 / 60_000, 3515, 1.19),  # TensorFlow Privacy's tutorial
+        (1.1, 256 / 60_000, 14_062, 3.01),
+        (0.7, 256 / 60_000, 10_546, 7.10),
+    ],
+)
+def test_epsilon_of_dp_sgd_matches_published_values(
+    benchmark: Any, sigma: float, rate: float, steps: int, published: float
+) -> None:
+    dp = benchmark("dp_generator")
+    assert dp.epsilon(sigma, rate, steps, 1e-5) == pytest.approx(published, abs=0.005)
+    assert dp.find_sigma(published, rate, steps, 1e-5) == pytest.approx(sigma, rel=0.005)
+
+
+def test_epsilon_of_dp_sgd_without_sampling_is_that_of_the_gaussian_mechanism(benchmark: Any) -> None:
+    assert benchmark("dp_generator").epsilon(2.0, 1.0, 10, 1e-5) == pytest.approx(
+        gaussian_epsilon(2.0, 10, 1e-5), 0.002
+    )
+
+
+def test_image_gradients_equal_those_of_torch_func(benchmark: Any) -> None:
+    dp, images, copies = benchmark("dp_generator"), 3, 2
+    unet = build_unet(dp.PRESET, dataset_info("digits").classes, (8, 8, 1))
+    noisy, target = torch.randn(2, images * copies, 1, 8, 8)
+    times, labels = torch.randint(1000, (images * copies,)), torch.randint(11, (images * copies,))
+
+    def loss(weights: Any, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        inputs = {"class_labels": y, "return_dict": False}
+        return (functional_call(unet, weights, (x, t), inputs)[0] - goal).square().sum() / copies
+
+    by_image = [each.unflatten(0, (images, copies)) for each in (noisy, times, labels, target)]
+    weights = {name: parameter.detach() for name, parameter in unet.named_parameters()}
+    expected = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0))(weights, *by_image)
+    gradients = dp.ImageGradients(unet, copies)
+    loss(dict(unet.named_parameters()), noisy.requires_grad_(), times, labels, target).backward()
+    assert len(gradients.of) == len(expected)
+    for name, parameter in unet.named_parameters():
+        assert torch.allclose(gradients.of[parameter], expected[name], rtol=1e-3, atol=1e-4), name
+    norms = sum(each.flatten(1).square().sum(1) for each in expected.values()).sqrt()
+    clipped = gradients.clipped_sum(float(norms[0]) / 2)[unet.conv_in.weight]
+    factors = (norms[0] / 2 / norms).clamp(max=1).view(-1, 1, 1, 1, 1)
+    assert torch.allclose(clipped, (factors * expected["conv_in.weight"]).sum(0), rtol=1e-3, atol=1e-4)
+
+
+def test_dp_generator_benchmark_writes_record_sheet_and_models(benchmark: Any, tmp_path: Path) -> None:
+    out, options = tmp_path / "digits.json", "--dataset digits --device cpu --images 200 --epsilons inf,10 --batch 8"
+    options += f" --copies 2 --steps 2 --samples 10 --out {out} --folders {tmp_path / 'dp'}"
+    benchmark("dp_generator").main(options.split())
+    without, private = json.loads(out.read_text())["rows"]
+    assert without["epsilon"] is None and without["sigma"] == 0
+    assert 9.9 < private["epsilon"] <= 10 and private["delta"] == 0.0005
+    assert private["noise_to_clip"] == pytest.approx(private["sigma"] * 620_401**0.5 / 8)
+    assert out.with_suffix(".png").exists()
+    assert open_generator(str(tmp_path / "dp/200-10"), "digits").image_shape == (8, 8, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
+from fedeas_flwr.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from fedeas_flwr.data.datasets import Images, Labels
@@ -55,6 +56,13 @@ def audit(
     non_members: Annotated[
         str, typer.Option(help=".npz file or folder of images that it was not trained on; default: the test split")
     ] = "",
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="run directory of the federated training of the generator: members are the images that its clients "
+            "trained on, non-members those that they held out or the test split; adds a row per client"
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="number of images to generate")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="seed of all random numbers")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -71,6 +79,7 @@ def audit(
     from fedeas_flwr.data.datasets import dataset_info, open_dataset
     from fedeas_flwr.data.federated import federated_data
     from fedeas_flwr.generators.audit.audit import Audit
+    from fedeas_flwr.generators.audit.federated import training_config, training_images
     from fedeas_flwr.generators.audit.neighbours import LabelledImages
     from fedeas_flwr.generators.audit.picture import draw_neighbours
     from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
@@ -83,23 +92,36 @@ def audit(
     conf, overrides = split_conf(words or [])
     if conf:
         reject_options(context, ["dataset", "data_dir", "members", "non_members"], f"{conf} determines the images")
+    if run:
+        reject_options(context, ["dataset", "members", "non_members"], "--run determines the images")
+        if conf:
+            raise ConfigError(f"{conf}: remove the config, since --run determines the images")
+        training = training_config(RunDirectory(run.absolute()), data_dir)
+        dataset, data_dir = training.dataset, training.data_dir
     own = {"dataset": dataset, "data-dir": data_dir}
     values = read_values(conf, overrides) if conf else own | parse_overrides(overrides)
     config = parse_config(values | {"generator": generator, "device": device})
     if conf and config.protocol != "clean":
         raise ConfigError(f"protocol = {config.protocol!r}: its clients train on test images; use protocol=clean")
     where, info = configure_torch(device), dataset_info(config.dataset)
-    given = open_dataset(config.dataset, config.data_dir)
-    sides = (
-        _read_images("--members", members, info, given.x_train, given.y_train),
-        _read_images("--non-members", non_members, info, given.x_test, given.y_test),
-    )
+    clients: Sequence[Labels] = []
+    if run:
+        *sides, others_are, clients = training_images(RunDirectory(run.absolute()), training)
+        sources = ("images of the clients", others_are)
+    else:
+        given = open_dataset(config.dataset, config.data_dir)
+        sides = [
+            _read_images("--members", members, info, given.x_train, given.y_train),
+            _read_images("--non-members", non_members, info, given.x_test, given.y_test),
+        ]
+        sources = (without_folder(members) or "train split", without_folder(non_members) or "test split")
     labels = np.intersect1d(sides[0].labels, sides[1].labels).tolist()
     if not labels:
         raise ConfigError("--members and --non-members: have no class in common; give images of the same classes")
     if samples < len(labels):
         raise ConfigError(f"--samples {samples}: must be at least {len(labels)}, the number of classes")
-    clients = federated_data(config, config.clients).partition.train if conf else []
+    if conf:
+        clients = federated_data(config, config.clients).partition.train
     if config.generator_spec.kind == "builtin":
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
@@ -120,8 +142,8 @@ def audit(
         "fingerprint": opened.fingerprint,
         "seed": seed,
         "samples": len(images),
-        "members": {"from": without_folder(members) or "train split", "images": len(sides[0].labels)},
-        "non_members": {"from": without_folder(non_members) or "test split", "images": len(sides[1].labels)},
+        "members": {"from": sources[0], "images": len(sides[0].labels)},
+        "non_members": {"from": sources[1], "images": len(sides[1].labels)},
         **found.results(info.classes),
     }
     draw_neighbours(found, info.classes, out / "neighbours.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
+from fedeas_flwr.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fedeas_flwr.generators.interface import Generator, SampleId
     from fedeas_flwr.planning.beta_selection import GeneratorSpeed
 
+    _Measure = Callable[[NDArray[np.uint8], NDArray[np.int64]], dict[str, Any]]
 
 cache_app = typer.Typer(cls=OrderedGroup, help="Manage the cache of generated images.", rich_markup_mode=None)
 
@@ -180,48 +182,107 @@ def generate(
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="seed of the noise")] = 0,
     sampler: Annotated[str, typer.Option(help=", ".join(SAMPLER_STEPS))] = "dpm++",
-    sampler_steps: Annotated[int, typer.Option(help="sampler steps; 0: the sampler's default")] = 0,
-    guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
+    sampler_steps: Annotated[
+        str, typer.Option(help="sampler steps; 0: the sampler's default; with --report also several, such as 10,20")
+    ] = "0",
+    guidance: Annotated[
+        str, typer.Option(help="classifier-free guidance scale; 1 is none; with --report also several, such as 1,1.5,2")
+    ] = "1",
     guidance_rescale: Annotated[float, typer.Option(help="guidance rescale factor φ, 0 to 1")] = 0.0,
     generation_batch: Annotated[int, typer.Option(min=0, help="images per forward pass; 0: by device")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     report: Annotated[bool, typer.Option("--report", help="compare the images with real ones")] = False,
     data_dir: Annotated[str, typer.Option(help="with --report: folder of the dataset")] = "",
     inception: Annotated[Path | None, typer.Option(help="with --report: Inception weights, for FID and KID")] = None,
+    classifier: Annotated[
+        Path | None,
+        typer.Option(help="with --report: run directory whose model classifies the images; no real image is compared"),
+    ] = None,
 ) -> None:
     """Generate images of every class to view, to measure or to use as a bank."""
     if not report:
-        reject_options(context, ["data_dir", "inception"], "it has no effect without --report")
-    sampling: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
-    sampling |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
+        reject_options(context, ["data_dir", "inception", "classifier"], "it has no effect without --report")
+    if classifier:
+        reject_options(context, ["data_dir", "inception"], "--classifier compares with no real images")
     has_sampler = GeneratorSpec.parse(generator).is_diffusion
     if not has_sampler:
-        names = [key.replace("-", "_") for key in sampling]
+        names = ["sampler", "sampler_steps", "guidance", "guidance_rescale"]
         reject_options(context, names, "it applies only to diffusion models in a folder")
     if inception and not inception.is_file():  # checked before generating
         raise ConfigError(f"--inception: there is no file {inception}")
+    from fedeas_flwr.common.devices import configure_torch
+    from fedeas_flwr.common.files import atomic_write
+    from fedeas_flwr.config import parse_config
+    from fedeas_flwr.runs.listing import without_folder
+
+    values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
+    settings: list[dict[str, Any]] = [
+        {"sampler": sampler, "sampler-steps": steps, "guidance": scale, "guidance-rescale": guidance_rescale}
+        for scale in _numbers("--guidance", guidance, float)
+        for steps in _numbers("--sampler-steps", sampler_steps, int)
+    ]
+    if len(settings) > 1 and not report:
+        raise ConfigError("--guidance, --sampler-steps: several values need --report, which compares them")
+    configs = [parse_config(values | sampling | {"device": device}) for sampling in settings]
+    where, reports = configure_torch(device), []
+    measure = _measure_by_run(dataset, where, classifier) if classifier else None
+    for config, sampling in zip(configs, settings, strict=True):
+        sampling["sampler-steps"] = sampling["sampler-steps"] or SAMPLER_STEPS[sampler]
+        folder = out if len(configs) == 1 else out / f"g{config.guidance:g}-n{sampling['sampler-steps']}"
+        images, labels, made = _write_images(config, where, per_class, seed, folder)
+        if report:
+            measure = measure or _measure_by_real_images(dataset, data_dir, where, inception)
+            found = measure(images, labels)
+            facts = {
+                **values,
+                "generator": without_folder(generator),
+                **(sampling if has_sampler else {}),
+                "seed": seed,
+                "per-class": per_class,
+                **made,
+            }
+            atomic_write(folder / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
+            reports.append(facts | found)
+            if len(configs) == 1:
+                for key, value in found.items():
+                    print(f"  {key.replace('_', ' '):<45} {_show(value)}")
+    if len(reports) > 1:
+        _print_comparison(reports)
+    if classifier:
+        print("no real image was compared: distances and copies are not measured")
+
+
+def _numbers(option: str, text: str, number: type[int] | type[float]) -> list[int] | list[float]:
+    """Return the numbers of an option, which are separated by commas."""
+    try:
+        return [number(word) for word in text.split(",")]
+    except ValueError:
+        what = "a whole number" if number is int else "a number"
+        raise ConfigError(f"{option} '{text}': must be {what}, or several separated by commas") from None
+
+
+def _write_images(
+    config: RunConfig, device: str, per_class: int, seed: int, out: Path
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], dict[str, Any]]:
+    """Write images of every class to a folder; return them, their labels and how they were made."""
     import numpy as np
 
-    from fedeas_flwr.common.devices import configure_torch
-    from fedeas_flwr.common.files import atomic_path, atomic_write
+    from fedeas_flwr.common.files import atomic_path
     from fedeas_flwr.common.image_sheet import save_sheet
-    from fedeas_flwr.config import parse_config
-    from fedeas_flwr.data.datasets import dataset_info, open_dataset
+    from fedeas_flwr.data.datasets import dataset_info
     from fedeas_flwr.generators.bank import check_bank_size
     from fedeas_flwr.generators.interface import SampleId, images_per_class
     from fedeas_flwr.generators.opening import open_for_run
 
-    values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
-    config = parse_config(values | sampling | {"device": device})
-    where = configure_torch(device)
     if config.generator_spec.kind == "builtin":
         from fedeas_flwr.launch.prepare import ensure_digits_generator
 
         ensure_digits_generator(Console(stderr=True, markup=False))
-    opened = open_for_run(config, where)
+    opened = open_for_run(config, device)
     if (available := images_per_class(opened)) is not None:
         planned = np.full((1, opened.num_classes), per_class)
-        check_bank_size(generator, available, planned, dataset_info(dataset).classes, "--per-class asks for")
+        classes = dataset_info(config.dataset).classes
+        check_bank_size(config.generator, available, planned, classes, "--per-class asks for")
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
@@ -233,27 +294,63 @@ def generate(
     save_sheet(list(rows), rows.shape[1], out / "grid.png")
     (out / "report.json").unlink(missing_ok=True)  # describes the previous images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
-    if report:
-        from fedeas_flwr.generators.classifier import independent_classifier
-        from fedeas_flwr.generators.quality import quality_report
-        from fedeas_flwr.launch.progress import showing_log
-        from fedeas_flwr.runs.listing import without_folder
+    return images, labels, {"fingerprint": opened.fingerprint, "seconds": seconds}
 
-        with showing_log(Console(stderr=True, markup=False)):
-            classifier = independent_classifier(dataset, data_dir, where)
-        found = quality_report(open_dataset(dataset, data_dir), classifier, images, labels, inception)
-        facts = {
-            **values,
-            "generator": without_folder(generator),
-            **(sampling | {"sampler-steps": sampler_steps or SAMPLER_STEPS[sampler]} if has_sampler else {}),
-            "seed": seed,
-            "per-class": per_class,
-            "fingerprint": opened.fingerprint,
-            "seconds": seconds,
-        }
-        atomic_write(out / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
-        for key, value in found.items():
-            print(f"  {key.replace('_', ' '):<45} {_show(value)}")
+
+def _measure_by_real_images(dataset: str, data_dir: str, device: str, inception: Path | None) -> _Measure:
+    """Return the function that compares images with real ones."""
+    from fedeas_flwr.data.datasets import open_dataset
+    from fedeas_flwr.generators.classifier import independent_classifier
+    from fedeas_flwr.generators.quality import quality_report
+    from fedeas_flwr.launch.progress import showing_log
+
+    with showing_log(Console(stderr=True, markup=False)):
+        classifier = independent_classifier(dataset, data_dir, device)
+    real = open_dataset(dataset, data_dir)
+    return lambda images, labels: quality_report(real, classifier, images, labels, inception)
+
+
+def _measure_by_run(dataset: str, device: str, folder: Path) -> _Measure:
+    """Return the function that classifies images by the model of a run."""
+    from fedeas_flwr.generators.classifier import classifier_of_run
+    from fedeas_flwr.generators.quality import agreement_report
+
+    run = RunDirectory(folder.absolute())
+    classifier = classifier_of_run(run, dataset, device)
+    facts = {"classifier": run.path.name, "classifier_evaluation": run.config().evaluation}
+    return lambda images, labels: facts | agreement_report(classifier, images, labels)
+
+
+def _print_comparison(reports: Sequence[dict[str, Any]]) -> None:
+    """Print reports that differ in guidance and steps, and which is best.
+
+    With real images it is the one with the lowest Fréchet distance. Class agreement alone rises with guidance while
+    the images become more alike: of the reports within one standard error of the highest agreement, it is then the one
+    with the weakest guidance, and of those the one with the fewest steps.
+    """
+    distance = "classifier_frechet_distance"
+    if has_distance := distance in reports[0]:
+        best, why = min(reports, key=lambda found: float(found[distance])), "lowest distance"
+    else:
+        highest = max(found["class_agreement"] for found in reports)
+        error = (highest * (1 - highest) / reports[0]["samples"]) ** 0.5
+        near = [found for found in reports if found["class_agreement"] >= highest - error]
+        best = min(near, key=lambda found: (found["guidance"], found["sampler-steps"]))
+        why = "weakest guidance and fewest steps within a standard error of the highest agreement"
+    head = ("guidance", "steps", "images/s", "class agreement", *(["Fréchet distance"] if has_distance else []))
+    rows = [
+        (
+            f"{found['guidance']:g}",
+            str(found["sampler-steps"]),
+            f"{found['samples'] / found['seconds']:,.0f}",
+            f"{found['class_agreement']:.1%}",
+            *([f"{found[distance]:.2f}"] if has_distance else []),
+            "best" if found is best else "",
+        )
+        for found in reports
+    ]
+    print_table(Console(), (*head, ""), rows, fold=[], right=head)
+    print(f"best: guidance={best['guidance']:g} sampler-steps={best['sampler-steps']} ({why})")
 
 
 def sample_in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
@@ -280,4 +377,6 @@ def sample_in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator
 def _show(value: Any) -> str:
     if isinstance(value, list):
         return " ".join("-" if v is None else f"{v:.2f}" for v in value)
+    if isinstance(value, str):
+        return value
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"

@@ -52,6 +52,12 @@ def train_generator(
     start: Annotated[
         Path | None, typer.Option(help="folder of a trained generator to start from; its classes may differ")
     ] = None,
+    only: Annotated[
+        int,
+        typer.Option(
+            min=0, help="train on so many images, the first of each class, and write them to only.npz; 0: all of them"
+        ),
+    ] = 0,
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint.
@@ -99,6 +105,7 @@ def train_generator(
         half=half,
         resume=resume,
         start=start,
+        only=only,
         checkpoint_every=checkpoint_every,
         on_start=print_preset,
         report=show_training(console, chosen.batch),
@@ -109,6 +116,7 @@ def train_generator(
     again += ["--seed", str(seed)] if seed else []
     again += ["--device", asked] if asked != "auto" else []
     again += ["--half"] if half else []
+    again += ["--only", str(only)] if only else []
     longer = chosen.steps if verdict.steps < chosen.steps else 2 * verdict.steps
     resume_words = ["train-generator", "--dataset", dataset, "--out", str(out), *again, "--resume", f"--steps={longer}"]
     run_words = ["run", "conf/quickstart.toml", f"dataset={dataset}", f"generator={out}"]

@@ -33,11 +33,11 @@ class FederatedData:
 
     def train(self, client: int) -> tuple[Images, Labels]:
         """Return the training images and labels of client k, copied into memory."""
-        return self._gather(self.partition.train[client])
+        return self.images_at(self.partition.train[client])
 
     def test(self, client: int) -> tuple[Images, Labels]:
         """Return the test images and labels of client k; only protocol ``paper`` gives clients test images."""
-        return self._gather(self.partition.test[client])
+        return self.images_at(self.partition.test[client])
 
     def train_labels(self, client: int) -> Labels:
         """Return the training labels of client k."""
@@ -51,7 +51,7 @@ class FederatedData:
         """Return the server's test set: the official one (``clean``) or all clients' test sets together (``paper``)."""
         if self.protocol == "clean":
             return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
-        return self._gather(np.concatenate(self.partition.test))
+        return self.images_at(np.concatenate(self.partition.test))
 
     def counts(self) -> Labels:
         """Return the label counts of all clients, [K, C]; only a simulation knows them."""
@@ -60,7 +60,8 @@ class FederatedData:
     def _labels(self) -> Labels:
         return partitioned_labels(self.dataset, self.protocol)
 
-    def _gather(self, indices: Labels) -> tuple[Images, Labels]:
+    def images_at(self, indices: Labels) -> tuple[Images, Labels]:
+        """Return the images at indices of the partition, copied into memory, and their labels."""
         # Indices below `first` are rows of the train set. Under `paper`, the others are rows of the test set.
         first = len(self.dataset.y_train)
         images = np.empty((len(indices), *self.dataset.x_train.shape[1:]), dtype=np.uint8)

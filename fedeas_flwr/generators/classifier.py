@@ -1,13 +1,15 @@
-"""The independent classifier: a network trained on real images that classifies generated ones.
+"""Classifiers of generated images: the independent classifier, or the model of a finished run.
 
-It is trained on the dataset's official train images, without any generator or federation. It is for experiments only:
-no client could train it on its own data, and under protocol ``paper`` it has seen clients' test images.
+The independent classifier is trained on the dataset's official train images, without any generator or federation. It
+is for experiments only: no client could train it on its own data, and under protocol ``paper`` it has seen clients'
+test images. The model of a run needs no pooled images.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,12 +22,16 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from fedeas_flwr.common.devices import one_thread
+from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_path, cache_root
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
-from fedeas_flwr.data.sources import find_source, is_own
+from fedeas_flwr.data.sources import DatasetInfo, find_source, is_own
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import Generator
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.training.build import build_network
+from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.training.models import Normaliser, build_model
 
 logger = logging.getLogger(__name__)
@@ -44,7 +50,9 @@ _MAX_PIXELS = {"cpu": 5_000_000, "cuda": 60_000_000}
 class Classifier:
     """A classifier of generated images, trained on real ones; the last layer of ``model`` is ``fc``."""
 
-    def __init__(self, dataset: Dataset, model: torch.nn.Module, device: str, test_accuracy: float) -> None:
+    def __init__(
+        self, dataset: Dataset | DatasetInfo, model: torch.nn.Module, device: str, test_accuracy: float
+    ) -> None:
         self.test_accuracy = test_accuracy
         self._model, self._device = model.to(device).eval(), device
         self._normalise = Normaliser(dataset.mean, dataset.std, device)
@@ -106,6 +114,35 @@ def _independent_classifier(dataset_name: str, data_dir: str, origin: str, devic
     classifier = Classifier(dataset, model, device, 0.0)
     classifier.test_accuracy = agreement(classifier, np.asarray(dataset.x_test), np.asarray(dataset.y_test))[0]
     return classifier
+
+
+def classifier_of_run(run: RunDirectory, dataset_name: str, device: str = "cpu") -> Classifier:
+    """Return the model of a finished run on the same dataset; its test accuracy is the run's last one.
+
+    Custom datasets may be elsewhere than those of the run, but must have its classes.
+    """
+    config = run.config()
+    if config.task != "classifier":
+        raise ConfigError(f"{run.path} has task = {config.task!r}; give a run that trained a classifier")
+    if config.dataset != dataset_name and not (is_own(config.dataset) and is_own(dataset_name)):
+        raise ConfigError(f"{run.path} has dataset = {config.dataset!r}; give a run on {dataset_name!r}")
+    info = dataset_info(dataset_name)
+    run.check_classes(dataset_name, info.classes)
+    # A custom network may have no layer `fc`; its features are then not needed.
+    named = OrderedDict(network=trained_network(run), fc=torch.nn.Identity())
+    return Classifier(info, torch.nn.Sequential(named), device, float(run.summary()["final"]))
+
+
+def trained_network(run: RunDirectory) -> torch.nn.Module:
+    """Return the network of a finished run that trained a classifier."""
+    config, arrays = run.config(), run.load_model()
+    model = build_network(config)
+    try:
+        copy_state(model, arrays, {})
+    except ValueError as error:
+        reason = str(error).removeprefix("state: ")
+        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {reason}") from None
+    return model
 
 
 def small_classifier(dataset: Dataset, device: str = "cpu") -> Classifier:

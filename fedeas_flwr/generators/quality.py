@@ -26,16 +26,12 @@ def quality_report(
     With ``inception``, the weights of torch-fidelity's Inception network, FID and KID are measured too.
     """
     train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
-    overall, by_class = agreement(classifier, images, labels)
     features = [classifier.predict(part)[1] for part in (train, images, test)]
     real, generated, held_out = (part.astype(np.float64) for part in features)
     sample_distance, test_distance = nearest_distance(images, train), nearest_distance(test, train)
     threshold = float(np.percentile(test_distance, _NEAR_COPY_PERCENTILE))
     report: dict[str, Any] = {
-        "samples": len(labels),
-        "classifier_test_accuracy": classifier.test_accuracy,
-        "class_agreement": overall,
-        "class_agreement_by_class": by_class,
+        **agreement_report(classifier, images, labels),
         # Not FID and KID: the features are those of our classifier, so only values of this classifier can be compared.
         "classifier_frechet_distance": frechet_distance(real, generated),
         "classifier_frechet_distance_of_test_images": frechet_distance(real, held_out),
@@ -48,6 +44,17 @@ def quality_report(
         "exact_copies": int((sample_distance == 0).sum()),
     }
     return report | (inception_distances(train, images, inception) if inception else {})
+
+
+def agreement_report(classifier: Classifier, images: Images, labels: Labels) -> dict[str, Any]:
+    """Return the part of the quality report that needs no real images, as plain values."""
+    overall, by_class = agreement(classifier, images, labels)
+    return {
+        "samples": len(labels),
+        "classifier_test_accuracy": classifier.test_accuracy,
+        "class_agreement": overall,
+        "class_agreement_by_class": by_class,
+    }
 
 
 def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fedeas_flwr.callbacks.registry import open_callbacks
 from fedeas_flwr.common.devices import configure_torch, pick_device
-from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import is_whole
 from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig, parse_config
@@ -22,7 +22,7 @@ from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
-from fedeas_flwr.generators.classifier import independent_classifier
+from fedeas_flwr.generators.classifier import independent_classifier, trained_network
 from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import Generator, LazyGenerator, images_per_class
 from fedeas_flwr.generators.opening import check_for_run, generator_warning, open_for_run
@@ -33,9 +33,9 @@ from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
 from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.privacy import describe_noise
 from fedeas_flwr.strategies.registry import build_strategy, client_part
-from fedeas_flwr.training.build import build_network, check_engine
-from fedeas_flwr.training.engine import copy_state
+from fedeas_flwr.training.build import check_engine
 from fedeas_flwr.training.models import split_state
 
 
@@ -58,7 +58,9 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     counts = planned_counts(config, config.clients, show_tries(console))
     check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
-    find_learner(config).initial_state(config)
+    trainable, _ = find_learner(config).initial_state(config)
+    if noise := describe_noise(config, trainable):
+        console.print(noise, highlight=False, soft_wrap=True)
     if config.generates:
         if config.generator_spec.kind == "builtin":
             ensure_digits_generator(console)
@@ -122,6 +124,9 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         print_generator_warning(config, console)
     for config in _differing(configs, "task", "generator_training", "dataset", "model", "stem", "weights"):
         find_learner(config).initial_state(config)
+    for config in configs:
+        if config.dp != "none":
+            describe_noise(config, find_learner(config).initial_state(config)[0])
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
@@ -220,12 +225,6 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     device = configure_torch(config.device, config.precision)
     if config.task == "generator":
         return find_learner(config).central_test(config, device)(arrays, {})
-    model = build_network(config)
-    try:
-        copy_state(model, arrays, {})
-    except ValueError as error:
-        reason = str(error).removeprefix("state: ")
-        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {reason}") from None
-    trainable, buffers = split_state(model)
+    trainable, buffers = split_state(trained_network(run))
     test = central_test(config, config.clients, device)
     return test(trainable, buffers)

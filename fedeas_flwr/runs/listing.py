@@ -214,7 +214,8 @@ def portable_config(config: RunConfig) -> dict[str, Any]:
     values = config.to_user_dict()
     # Without a run-dir there is nothing to resume.
     values |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False, "callbacks": ""}
-    return values | {key: without_folder(values[key]) for key in ("dataset", "generator", "weights")}
+    paths = ("dataset", "generator", "weights", "generator-training.start")
+    return values | {key: without_folder(values[key]) for key in paths}
 
 
 def check_export(run: RunDirectory, folder: Path) -> None:

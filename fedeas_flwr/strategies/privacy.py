@@ -84,6 +84,34 @@ def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strateg
     return wrapped
 
 
+def describe_noise(config: RunConfig, trainable: Arrays) -> str:
+    """Return one line that compares the noise of `dp` with the updates; empty without noise.
+
+    The mean of n updates has a norm of at most C, its noise one of σ·C·√d/n with d parameters. Over T rounds the
+    updates move the model by at most T·C, if all have one direction, and the noise by √T times its norm in a round.
+
+    Raises
+    ------
+    ConfigError
+        If the noise moves a generator further than all updates together can.
+    """
+    if config.dp == "none" or config.dp_noise_multiplier == 0:
+        return ""
+    parameters, sampled = sum(array.size for array in trainable.values()), config.num_sampled(config.clients)
+    ratio, longest = config.dp_noise_multiplier * math.sqrt(parameters) / sampled, math.sqrt(config.rounds)
+    text = (
+        f"the noise has {ratio:.3g} times the largest norm of a mean of {sampled} updates (σ√d/n with "
+        f"d = {parameters:,} parameters), and over {config.rounds} rounds {ratio / longest:.3g} times that of all "
+        "updates together"
+    )
+    if config.task == "generator" and ratio > 1.01 * longest:  # 1 %, because the bound below is rounded
+        raise ConfigError(
+            f"dp-noise-multiplier = {config.dp_noise_multiplier:g}: must be at most "
+            f"{config.dp_noise_multiplier * longest / ratio:.3g} with task = 'generator': {text}"
+        )
+    return f"dp = '{config.dp}': {text}"
+
+
 def gaussian_epsilon(noise_multiplier: float, releases: int, delta: float) -> float:
     """Return ε of ``releases`` Gaussian mechanisms at δ.
 

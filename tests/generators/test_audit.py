@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runners import run_in_process
+from runners import finish, quick, run_in_process, small
 
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.data.datasets import Dataset, open_dataset
+from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.generators.audit import membership
+from fedeas_flwr.generators.audit.federated import training_config, training_images
 from fedeas_flwr.generators.audit.membership import _predict, membership_errors
 from fedeas_flwr.generators.audit.neighbours import (
     LabelledImages,
@@ -25,9 +28,11 @@ from fedeas_flwr.generators.audit.neighbours import (
     member_preference,
 )
 from fedeas_flwr.generators.audit.statistics import auc, joint_confidence, true_positives, wilson
+from fedeas_flwr.generators.learn.federated import split_held_out
 from fedeas_flwr.generators.learn.presets import DIGITS
 from fedeas_flwr.generators.learn.run import save_model
 from fedeas_flwr.generators.learn.trainer import Trainer
+from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -257,6 +262,60 @@ def test_audit_with_a_config_has_a_row_per_client(digits: Dataset, tmp_path: Pat
     assert code == 0 and [row["name"] for row in found["classes"]] == list("0123456789")
     assert [row["name"] for row in found["clients"]] == list("0123")
     assert all(0 < row["compared"] <= len(digits.y_test) for row in found["clients"])
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Return a federated training in which one of four clients trains per round, for two rounds."""
+    table = {"local-steps": 1, "batch-size": 4, "held-out": 0.25}
+    keys: dict[str, Any] = {"task": "generator", "policy": "none", "generator_training": table, "alpha": 0.5}
+    return finish(small(tmp_path_factory.mktemp("training") / "r", rounds=2, participation=0.25, **keys))
+
+
+def test_training_images_are_those_of_clients_that_trained(training: RunDirectory, digits: Dataset) -> None:
+    config = training_config(training)
+    found = training_images(training, config)
+    trained = {client for record in training.rounds() for client in record["clients"]}
+    assert 0 < len(trained) < 4 and {k for k, rows in enumerate(found.clients) if len(rows)} == trained
+    data = federated_data(config, 4)
+    for client in trained:
+        own, held_out = split_held_out(config, client, len(data.train_labels(client)))
+        images, labels = data.train(client)
+        mine = found.members.at(found.clients[client])
+        assert np.array_equal(mine.images, images[own]) and np.array_equal(mine.labels, labels[own])
+        assert len(held_out) == round(len(labels) / 4)
+    assert sum(map(len, found.clients)) == len(found.members.labels)
+    assert found.non_members_are == "held-out images"
+    assert len(found.non_members.labels) == sum(round(len(rows) / 4) for rows in data.partition.train)
+    table = config.generator_training.model_copy(update={"held_out": 0.0})
+    everything = training_images(training, config.model_copy(update={"generator_training": table}))
+    assert everything.non_members_are == "test set" and np.array_equal(everything.non_members.images, digits.x_test)
+    table = table.model_copy(update={"small_clients": "skip", "batch_size": 10_000})
+    with pytest.raises(ConfigError, match="no client has trained"):
+        training_images(training, config.model_copy(update={"generator_training": table}))
+
+
+def test_audit_with_a_run_has_a_row_per_client_that_trained(training: RunDirectory, tmp_path: Path) -> None:
+    words = ("--run", str(training.path), "--samples", "20", "sampler-steps=1")
+    code, found, printed = audit(training.path / "generator", tmp_path / "out", *words)
+    trained = sorted({client for record in training.rounds() for client in record["clients"]})
+    assert code == 0 and [row["name"] for row in found["clients"]] == [str(client) for client in trained]
+    assert found["members"]["from"] == "images of the clients" and found["non_members"]["from"] == "held-out images"
+    assert {"nearest", "loss_auc", "pia_auc"} <= set(found["clients"][0]["tests"])
+    assert "(held-out images)" in printed
+
+
+def test_audit_rejects_a_run_that_does_not_fit(training: RunDirectory, tmp_path: Path) -> None:
+    out, words = ("--out", str(tmp_path / "out")), ("audit", "builtin", "--run")
+    done = run_in_process(*words, str(tmp_path / "nowhere"), *out)
+    assert done.returncode and done.stderr.count("\n") == 1 and "nowhere" in done.stderr
+    done = run_in_process(*words, str(training.path), "conf/quickstart.toml", *out, cwd=ROOT)
+    assert (done.returncode, "--run determines the images" in done.stderr) == (2, True)
+    done = run_in_process(*words, str(training.path), "--dataset", "digits", *out)
+    assert (done.returncode, "--dataset: remove the option" in done.stderr) == (2, True)
+    classifier = finish(quick(tmp_path / "r", policy="none", rounds=1))
+    done = run_in_process(*words, str(classifier.path), *out)
+    assert (done.returncode, "give the run that trained the generator" in done.stderr) == (2, True)
 
 
 def test_audit_rejects_sides_and_generators_of_other_classes(sides: Path, tmp_path: Path) -> None:

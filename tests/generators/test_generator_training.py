@@ -146,6 +146,27 @@ def test_loss_curve_has_first_and_last_step(digits: Dataset, monkeypatch: pytest
     assert [step for step, _ in trainer.state.curve] == [1, 4]
 
 
+def test_training_on_few_images_stores_them(tmp_path: Path) -> None:
+    words = ("train-generator", "--dataset", "digits", "--device", "cpu", "--out", str(tmp_path / "few"), "--steps")
+    done = run_in_process(*words, "1", "--only", "20")
+    assert done.returncode == 0, done.stderr
+    digits = open_dataset("digits")
+    with np.load(tmp_path / "few" / "only.npz") as found:
+        assert found["y"].tolist() == [label for label in range(10) for _ in range(2)]
+        assert np.array_equal(found["x"][:2], digits.x_train[np.flatnonzero(digits.y_train == 0)[:2]])
+    card = " ".join((tmp_path / "few" / "README.md").read_text().split())
+    assert (
+        "the 20 train images of digits (the project's fixed stratified 80/20 one; only the first of each class)" in card
+    )
+    assert "--only 20 --resume" in done.stdout
+    done = run_in_process(*words, "2", "--resume")
+    assert (done.returncode, "only: 0 is not allowed; the checkpoint in" in done.stderr) == (2, True)
+    shutil.rmtree(tmp_path / "few")
+    done = run_in_process(*words, "1", "--only", "15")
+    message = "error: only: 15 is not allowed; give a multiple of 10, the number of classes\n"
+    assert (done.returncode, done.stderr, (tmp_path / "few").exists()) == (2, message, False)
+
+
 def test_folder_holds_model_card_and_figures(tmp_path: Path) -> None:
     out = tmp_path / "g"
     assert train_generator("digits", out, TINY, steps=2, half=True)

@@ -1,4 +1,4 @@
-"""The quality report: distances by hand, and the independent classifier."""
+"""The quality report: distances by hand, its classifiers, and the choice of guidance and steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from runners import finish, quick, run_in_process, small
 
+from fedeas_flwr.commands.images import _print_comparison
+from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.generators import classifier as classifier_module
-from fedeas_flwr.generators.classifier import agreement, independent_classifier
+from fedeas_flwr.generators.classifier import agreement, classifier_of_run, independent_classifier
 from fedeas_flwr.generators.quality import (
     frechet_distance,
     inception_distances,
@@ -23,6 +26,7 @@ from fedeas_flwr.generators.quality import (
     quality_report,
 )
 from fedeas_flwr.launch.progress import showing_log
+from fedeas_flwr.runs.directory import RunDirectory
 
 
 def test_frechet_distance_of_gaussians_by_hand() -> None:
@@ -121,3 +125,82 @@ def test_fid_and_kid_with_random_inception_weights(tmp_path: Path, monkeypatch: 
     train, other = random.integers(0, 256, (2, 6, 8, 8, 1), np.uint8)
     found = inception_distances(train, other, tmp_path / "weights.pth")
     assert set(found) == {"fid", "kid"} and all(np.isfinite(list(found.values())))
+
+
+# -------------------------------------------------------------------------------- the model of a run as classifier
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Return a finished run without synthetic images."""
+    return finish(small(tmp_path_factory.mktemp("classifier") / "r", policy="none", alpha=10.0))
+
+
+def test_report_with_the_model_of_a_run_opens_no_real_images(
+    run: RunDirectory, digits_generator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedeas_flwr.data.datasets._open_folder", lambda *_: pytest.fail("opened real images"))
+    words = ("generate", "--per-class", "2", "--sampler-steps", "2", "--out", str(tmp_path / "a"), "--report")
+    done = run_in_process(*words, "--classifier", str(run.path), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert found["classifier"] == "r" and found["classifier_evaluation"] == "central"
+    assert found["classifier_test_accuracy"] == run.summary()["final"]
+    assert len(found["class_agreement_by_class"]) == 10 and not any("distance" in key for key in found)
+    assert "no real image was compared: distances and copies are not measured" in done.stdout
+
+
+def test_classifier_of_run_has_the_accuracy_of_the_run(run: RunDirectory) -> None:
+    digits, classifier = open_dataset("digits"), classifier_of_run(run, "digits")
+    assert agreement(classifier, np.asarray(digits.x_test), np.asarray(digits.y_test))[0] == run.summary()["final"]
+
+
+def test_classifier_of_run_may_be_a_custom_network(tmp_path: Path) -> None:
+    classifier = classifier_of_run(finish(quick(tmp_path / "r", policy="none", rounds=1)), "digits")
+    assert agreement(classifier, np.zeros((3, 8, 8, 1), np.uint8), np.arange(3))[1][3:] == [None] * 7
+
+
+def test_classifier_of_run_must_fit_the_images(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has dataset = 'digits'; give a run on 'cifar10'"):
+        classifier_of_run(run, "cifar10")
+    with pytest.raises(RunError, match="no-run"):
+        classifier_of_run(RunDirectory(tmp_path / "no-run"), "digits")
+    table = {"local-steps": 1, "batch-size": 4}
+    config = small(tmp_path / "g", task="generator", policy="none", rounds=1, generator_training=table)
+    with pytest.raises(ConfigError, match=r"has task = 'generator'; give a run that trained a classifier"):
+        classifier_of_run(finish(config), "digits")
+    digits = open_dataset("digits")
+    np.savez(tmp_path / "two.npz", x=digits.x_train[:40], y=digits.y_train[:40] % 2)
+    own = f"own:{tmp_path / 'two.npz'}"
+    other = finish(quick(tmp_path / "own", policy="none", rounds=1, dataset=own, clients=1))
+    np.savez(tmp_path / "three.npz", x=digits.x_train[:60], y=digits.y_train[:60] % 3)
+    with pytest.raises(RunError, match="its class 2 is '2', but missing in the run"):
+        classifier_of_run(other, f"own:{tmp_path / 'three.npz'}")
+
+
+# -------------------------------------------------------------------------------- several guidances and steps
+
+
+def test_several_guidances_and_steps_are_compared(run: RunDirectory, digits_generator: Path, tmp_path: Path) -> None:
+    words = ("generate", "--per-class", "2", "--device", "cpu", "--guidance", "1,2", "--sampler-steps", "1,2")
+    done = run_in_process(*words, "--out", str(tmp_path), "--report", "--classifier", str(run.path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g1-n1", "g1-n2", "g2-n1", "g2-n2"]
+    found = json.loads((tmp_path / "g2-n1" / "report.json").read_text())
+    assert (found["guidance"], found["sampler-steps"]) == (2.0, 1)
+    marked = [line.split() for line in done.stdout.splitlines() if line.endswith("best")]
+    assert len(marked) == 1 and f"best: guidance={marked[0][0]} sampler-steps={marked[0][1]} (weakest" in done.stdout
+    done = run_in_process(*words, "--out", str(tmp_path))
+    assert done.returncode == 2 and "several values need --report" in done.stderr
+
+
+def test_best_setting_by_distance_else_the_weakest_guidance(capsys: pytest.CaptureFixture[str]) -> None:
+    def row(guidance: float, steps: int, agreement: float, **more: float) -> dict[str, float]:
+        facts = {"guidance": guidance, "sampler-steps": steps, "seconds": 1.0, "samples": 100}
+        return facts | {"class_agreement": agreement, **more}
+
+    _print_comparison([row(1, 20, 0.8), row(2, 20, 0.89), row(2, 10, 0.88), row(3, 20, 0.9)])  # standard error 0.03
+    assert "best: guidance=2 sampler-steps=10 (weakest" in capsys.readouterr().out
+    distances = [row(1, 20, 0.8, classifier_frechet_distance=5.0), row(3, 20, 0.9, classifier_frechet_distance=9.0)]
+    _print_comparison(distances)
+    assert "best: guidance=1 sampler-steps=20 (lowest distance)" in capsys.readouterr().out

@@ -20,12 +20,12 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
-from fedeas_flwr.launch.prepare import prepare
+from fedeas_flwr.launch.prepare import check_runs, prepare
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export
-from fedeas_flwr.strategies.privacy import WRAPPERS, clips_update, gaussian_epsilon
+from fedeas_flwr.strategies.privacy import WRAPPERS, clips_update, describe_noise, gaussian_epsilon
 from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.strategies.registry import build_strategy
 
@@ -126,7 +126,9 @@ def test_noise_key_is_only_in_the_servers_file(tmp_path: Path, monkeypatch: pyte
     assert len(bytes.fromhex(key)) == 32
     export(run, tmp_path / "record")
     shown = [path.read_text() for path in (tmp_path / "record").iterdir()]
-    shown += [(run.path / "config.json").read_text(), (run.path / "flower.log").read_text(), *map(repr, sent)]
+    log = (run.path / "flower.log").read_text()
+    shown += [(run.path / "config.json").read_text(), log, *map(repr, sent)]
+    assert "times the largest norm of a mean of 3 updates" in log
     assert len(sent) > 6 and not any(key in text for text in shown)
     assert not (tmp_path / "record" / "noise-key").exists()
 
@@ -291,6 +293,30 @@ def test_invalid_dp_settings_are_rejected_at_start(keys: dict[str, Any], words: 
         )
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_noise_is_compared_with_the_updates_by_hand() -> None:
+    """10,000 parameters and σ = 3: a norm of 300 C in the sum, 75 C in the mean of 4, 750 C after 100 rounds."""
+    config = parse_config({"clients": 8, "participation": 0.5, "dp": "server-fixed", "dp-noise-multiplier": 3})
+    line = describe_noise(config.with_changes(rounds=100), START.trainable)
+    assert "75 times the largest norm of a mean of 4 updates" in line and "d = 10,000" in line
+    assert "over 100 rounds 7.5 times that of all updates together" in line
+    assert describe_noise(config.with_changes(dp="none"), START.trainable) == ""
+    assert describe_noise(config.with_changes(dp_noise_multiplier=0.0), START.trainable) == ""
+
+
+def test_noise_that_exceeds_all_updates_of_a_generator_is_rejected() -> None:
+    keys = {"clients": 10, "rounds": 60, "task": "generator", "policy": "none", "dp": "server-fixed"}
+    config = parse_config({**keys, "generator-training.average-moments": False, "participation": 0.5})
+    with pytest.raises(ConfigError) as refused:
+        prepare(config, Console(file=io.StringIO()))
+    assert str(refused.value).startswith("dp-noise-multiplier = 1: must be at most 0.0486 with task = 'generator'")
+    assert "\n" not in str(refused.value) and "159 times the largest norm" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"must be at most 0\.0486"):
+        check_runs([config], Console(file=io.StringIO()))
+    printed = io.StringIO()
+    prepare(config.with_changes(dp_noise_multiplier=0.0486), Console(file=printed))
+    assert "over 60 rounds 1 times that of all updates together" in printed.getvalue()
 
 
 def test_client_without_a_clipping_norm_fails(tmp_path: Path) -> None:

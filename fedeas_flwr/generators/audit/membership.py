@@ -6,7 +6,7 @@ x_t = √ᾱ_t x + √(1 − ᾱ_t) ε:
 - ``loss``: ‖ε − ε_θ(x_t, t)‖², the training loss without its weights (Matsumoto et al., 2023; Carlini et al., 2023).
   ε is the same for all images, so that a score does not depend on the order of images.
 - ``pia``: the same in the ℓ4 norm with ε = ε_θ(x, 0), the model's own prediction (proximal initialisation attack, Kong
-  et al., 2024). It needs no random numbers.
+  et al., 2024, arXiv 2305.18355: their R with p = 4, which they use for DDPM at t = 200). It needs no random numbers.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 unet/, scheduler/       the finished model in diffusers' format, with the verdict on it (verdict.py) in unet/config.json
 README.md               its model card
 checkpoint.safetensors  state to resume from, with the loss curve; may be deleted after the training
+only.npz                the images that it was trained on, if they are not all train images
 samples.png, loss.png   samples of the averaged weights, one row per class, and the loss so far
 """
 
@@ -15,17 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedeas_flwr.common.checked import read_checked, write_checked
-from fedeas_flwr.common.files import atomic_folder, atomic_write
+from fedeas_flwr.common.files import atomic_folder, atomic_path, atomic_write
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.diffusion.model_folder import VERDICT
@@ -109,6 +111,7 @@ def train_generator(
     half: bool = False,
     resume: bool = False,
     start: Path | None = None,
+    only: int = 0,
     checkpoint_every: float = 300.0,
     on_start: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
@@ -117,8 +120,9 @@ def train_generator(
 
     ``out`` must be empty or new, unless ``resume`` continues from its checkpoint. ``steps`` or ``minutes`` is the total
     length, the training before a resume included; neither: the preset's number of steps. ``half`` writes float16
-    weights. ``start`` is ignored with ``resume``; see `Trainer` for it. ``checkpoint_every`` is in seconds.
-    ``on_start`` is called when all arguments are checked, ``report`` with the progress.
+    weights. ``start`` is ignored with ``resume``; see `Trainer` for it. ``only`` is the number of train images to use,
+    equally many of each class; 0: all of them. ``checkpoint_every`` is in seconds. ``on_start`` is called when all
+    arguments are checked, ``report`` with the progress.
     """
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)
@@ -128,9 +132,11 @@ def train_generator(
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
     info = dataset_info(dataset_name)  # a custom dataset may change under its name
     preset.check_size(*info.image_shape[:2])
-    identity |= {"images": list(info.image_shape), "classes": list(info.classes)}
+    identity |= {"images": list(info.image_shape), "classes": list(info.classes), "only": only}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
     dataset = open_dataset(dataset_name, data_dir)
+    if only:
+        dataset = _first_of_each_class(dataset, only)
     first = None if resume else start
     trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled, start=first)
     if before:
@@ -156,6 +162,9 @@ def train_generator(
         return None
     write_checkpoint(out / CHECKPOINT, trainer, identity)
     verdict = judge(trainer, dataset, *draw_pictures(out, trainer, dataset))
+    if only:
+        with atomic_path(out / "only.npz") as temporary, temporary.open("wb") as file:
+            np.savez(file, x=dataset.x_train, y=dataset.y_train)
     save_model(out, trainer, dataset, half=half, verdict=verdict)
     return verdict
 
@@ -175,6 +184,8 @@ def save_model(
     with atomic_folder(folder / "scheduler") as temporary:
         trainer.scheduler.save_pretrained(temporary)
     preset, (split, licence, licence_text) = trainer.preset, _DATA.get(dataset.name, _OWN_DATA)
+    if len(dataset.y_train) < dataset_info(dataset.name).num_train:
+        split += "; only the first of each class"
     card = _CARD.format(
         split=split,
         licence=licence,
@@ -203,6 +214,17 @@ def save_model(
         seed=trainer.seed,
     )
     atomic_write(folder / "README.md", card.encode())
+
+
+def _first_of_each_class(dataset: Dataset, images: int) -> Dataset:
+    """Return the dataset with the first train images of each class only, ``images`` in total."""
+    each, rest = divmod(images, len(dataset.classes))
+    if rest or not each:
+        raise ValueError(
+            f"only: {images} is not allowed; give a multiple of {len(dataset.classes)}, the number of classes"
+        )
+    rows = np.concatenate([np.flatnonzero(dataset.y_train == label)[:each] for label in range(len(dataset.classes))])
+    return replace(dataset, x_train=dataset.x_train[rows], y_train=dataset.y_train[rows])
 
 
 def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> None:
