@@ -19,14 +19,21 @@ from flwr.clientapp import ClientApp
 from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.npy import to_numpy
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
-from fedeas_flwr.federation.learners import find_learner
-from fedeas_flwr.federation.messages import TrainReport
+from fedeas_flwr.federation.learners import DENOISER, find_learner
+from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.generators.client_images import local_images
+from fedeas_flwr.generators.federated import (
+    expected_weights,
+    federated_training,
+    received_folder,
+    with_folder,
+    write_received,
+)
 from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, checked_plan, images_to_generate
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
@@ -80,10 +87,12 @@ def query(message: Message, context: Context) -> Message:
 @clips_update
 def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's real and synthetic images."""
-    config, node = _open(context)
-    data, device = local_data(config, node), configure_torch(config.device, config.precision)
     task, (trainable, buffers) = messages.read_task(message), messages.read_model(message)
+    config, node = _open(context, task.task)
+    data, device = local_data(config, node), configure_torch(config.device, config.precision)
     by_reference = messages.is_in_process(message)
+    if config.trains_generator:
+        config = _with_generator(config, node, task, message)
 
     # 1. Load the client's state after the last round whose reply the server used.
     folder, owner = node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
@@ -149,7 +158,7 @@ def train_client(message: Message, context: Context) -> Message:
 @reply_with_errors
 def evaluate_client(message: Message, context: Context) -> Message:
     """Evaluate the global model on images that this client does not train on."""
-    config, node = _open(context)
+    config, node = _open(context, messages.read_trained(message))
     data, device = local_data(config, node), configure_torch(config.device, config.precision)
     report = find_learner(config).evaluate(config, data, node, device, *messages.read_model(message))
     return messages.evaluate_reply(message, report)
@@ -185,11 +194,34 @@ def warn_if_limit_changed(node: Node, kept: int, not_made: int) -> None:
         logger.warning("client %d: this node's limit has changed, but the run keeps its %d images", node.client, kept)
 
 
-def _open(context: Context) -> tuple[RunConfig, Node]:
-    node = read_node(context.node_config)
+def _open(context: Context, task: str = "") -> tuple[RunConfig, Node]:
+    """Return the run-config and the node; for the ``task`` generator of a classifier's run, that training's config."""
+    node, config = read_node(context.node_config), _parse_once(tuple(context.run_config.items()))
     if not node.simulated:
         _show_log()
-    return node.apply(_parse_once(tuple(context.run_config.items()))), node
+    if task not in ("", config.task):
+        config = federated_training(_with_clients(config, node)) if node.simulated else generator_config(config)
+    return node.apply(config), node
+
+
+def _with_clients(config: RunConfig, node: Node) -> RunConfig:
+    """Return a simulation's config with its number of clients, which only the server knows if the key is 0."""
+    return config if config.clients else config.with_changes(clients=node.partitions)
+
+
+def _with_generator(config: RunConfig, node: Node, task: TrainTask, message: Message) -> RunConfig:
+    """Return the config with the folder of the generator that the federation trained.
+
+    A node on another machine than the server writes that folder when it receives the weights.
+    """
+    if node.simulated:
+        DENOISER.release()  # this process may have trained the generator
+        return with_folder(_with_clients(config, node))
+    folder = received_folder(task.run)
+    if messages.has_generator(message):
+        training = generator_config(config)
+        write_received(folder, training, messages.read_generator(message, expected_weights(training)))
+    return config.with_changes(generator=str(folder))
 
 
 def _show_log() -> None:

@@ -145,8 +145,12 @@ class _Table(BaseModel):
 
 
 class GeneratorTraining(_Table):
-    """The table `[generator-training]`: how clients train a diffusion model if `task` is generator."""
+    """The table `[generator-training]`: how clients train a diffusion model (`task` or `generator_config`)."""
 
+    rounds: int = Field(0, ge=0, le=100_000)
+    """with generator = federated: rounds of the generator's training; 0: as many as the run has"""
+    participation: float = Field(0.0, ge=0, le=1)
+    """with generator = federated: fraction of the clients that train the generator per round; 0: as in the run"""
     preset: Literal["auto", "digits", "cifar-small", "paper"] = "auto"
     """network, noise schedule and loss, as in `fedeas train-generator`; auto: digits for digits, otherwise
     cifar-small"""
@@ -310,8 +314,8 @@ class RunConfig(_Table):
     """initial weights of resnet18: none (random), imagenet (pretrained), or a .safetensors file"""
 
     generator: str = "builtin"
-    """builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo, sd-turbo:DIR, or the import path of your
-    own"""
+    """builtin (digits), federated (trained by the clients before the first round), a folder in diffusers format,
+    bank:DIR, sd-turbo, sd-turbo:DIR, or the import path of your own"""
     sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = "dpm++"
     """DPM-Solver++ with uniform timestep or uniform log-SNR spacing, or the paper's DDIM (η = 0)"""
     sampler_steps: int = Field(0, ge=0, le=1000)
@@ -467,19 +471,29 @@ class RunConfig(_Table):
             raise ValueError(
                 f"generator = 'builtin' generates digits only; for {self.dataset} give a folder in diffusers format"
             )
+        if self.trains_generator:
+            generator_config(self)
         return self
 
     def _check_task(self) -> None:
         if self.task == "classifier":
             return
+        for key, own in (
+            ("rounds", self.generator_training.rounds),
+            ("participation", self.generator_training.participation),
+        ):
+            if own:
+                raise ValueError(
+                    f"generator-training.{key} = {own:g}: must be 0 with task = 'generator', which has the key {key}"
+                )
         if self.policy != "none":
             raise ValueError(
                 f"policy = '{self.policy}': must be none with task = 'generator', which trains on real images"
             )
         if self.evaluation == "federated" and not self.generator_training.held_out:
             raise ValueError(
-                "evaluation = 'federated' needs generator-training.held-out above 0 with task = 'generator': clients "
-                "evaluate on images that they hold out"
+                "evaluation = 'federated' needs generator-training.held-out above 0 if clients train a generator: they "
+                "evaluate it on images that they hold out"
             )
         if "early-stop" in self.callbacks:
             raise ValueError(
@@ -498,6 +512,11 @@ class RunConfig(_Table):
             return self.find_policy().generates(self.policy_settings)
         except ConfigError:  # a record of a policy whose package is not installed here
             return True
+
+    @property
+    def trains_generator(self) -> bool:
+        """Return whether the federation trains the generator before the classifier."""
+        return self.task == "classifier" and self.generates and self.generator_spec.kind == "federated"
 
     def find_policy(self) -> Policy:
         """Return the allocation policy; raise `ConfigError` if it is not a built-in one and cannot be imported."""
@@ -545,6 +564,46 @@ class RunConfig(_Table):
     def with_changes(self, **changes: Any) -> RunConfig:
         """Return a validated copy with some fields changed."""
         return parse_config({**self.to_user_dict(), **{_key(k): v for k, v in changes.items()}})
+
+
+def generator_config(config: RunConfig) -> RunConfig:
+    """Return the config of the run that trains the generator of a run with ``generator = "federated"``.
+
+    It has the data, the clients, the seed and the machine's keys of that run, the recipe of `[generator-training]` and
+    no run-dir. Clients evaluate it if they hold out images, otherwise whoever evaluates the classifier.
+    """
+    if not config.trains_generator:
+        raise ConfigError(f"generator = '{config.generator}': must be federated in a run that trains its generator")
+    if config.dp != "none":
+        raise ConfigError(
+            f"dp = '{config.dp}': must be none with generator = 'federated', whose training adds no noise; give the "
+            "folder of a generator"
+        )
+    values, recipe = config.to_user_dict(), config.generator_training
+    kept = {key: values[key] for key in (*_SHARED_KEYS, *KEYS_CHANGEABLE_ON_RESUME)}
+    table = {**recipe.model_dump(by_alias=True), "rounds": 0, "participation": 0.0}
+    return parse_config(
+        {
+            **kept,
+            "task": "generator",
+            "policy": "none",
+            "gamma-hat": "off",
+            "rounds": recipe.rounds or config.rounds,
+            "participation": recipe.participation or config.participation,
+            "evaluation": "federated" if recipe.held_out else config.evaluation,
+            "generator-training": table,
+            "run-dir": "",
+            "resume": False,
+            "callbacks": "",
+        }
+    )
+
+
+_SHARED_KEYS = (
+    *("dataset", "data-dir", "protocol", "clients", "partition", "partition-args", "alpha", "partition-seed", "seed"),
+    *("precision", "min-replies"),
+)
+"""Keys that the training of a generator has in common with the run that uses it, besides those of the machine."""
 
 
 TABLES: dict[str, type[BaseModel]] = {"generator-training": GeneratorTraining}

@@ -124,7 +124,9 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     if config.dp == "none":
         unused.update(key for key in config.to_user_dict() if key.startswith("dp-"))
     if config.task == "classifier":
-        unused.update(key for key in config.to_user_dict() if key == "task" or key.startswith("generator-training."))
+        unused.add("task")
+        if not config.trains_generator:
+            unused.update(key for key in config.to_user_dict() if key.startswith("generator-training."))
     else:
         unused.update(_CLASSIFIER_KEYS)
     if config.loss != "logit-adjusted":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedeas_flwr.callbacks.registry import Callbacks, open_callbacks
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
-from fedeas_flwr.common.files import cache_hint
+from fedeas_flwr.common.files import cache_hint, is_whole, write_checksums
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.processes import MARK
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.common.text import MAX_LINE, one_line
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.node import run_folder
 from fedeas_flwr.federation.client_manager import count_clients
@@ -36,13 +37,16 @@ from fedeas_flwr.federation.flwr_run import is_plain_run, log_surroundings, warn
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.node_keys import read_node_keys
+from fedeas_flwr.generators.federated import federated_training, read_weights
 from fedeas_flwr.generators.opening import generator_warning, hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.planning.run_plan import check_own_policy, describe_plan, planned_counts
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.files import GENERATOR, TRAINING
 from fedeas_flwr.runs.metrics import describe_result
 from fedeas_flwr.strategies.privacy import describe_noise
+from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.strategies.registry import build_strategy
 
 log = logging.getLogger("flwr").log
@@ -100,12 +104,18 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
 
 def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callbacks: Callbacks) -> None:
     """Run the training."""
+    config, learner = config.with_changes(clients=count_clients(grid, config)), find_learner(config)
+    to_send = None
+    if config.trains_generator:
+        training = _train_generator(grid, config, run, device)
+        config = config.with_changes(generator=str(training.path / GENERATOR))
+        to_send = None if is_simulated(grid) else to_record(read_weights(training))
     warning = generator_warning(config)
     if warning:
         log(WARNING, "%s", warning)
     run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config), warning)
-    config, learner = config.with_changes(clients=count_clients(grid, config)), find_learner(config)
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
+    federation.training.generator = to_send
     if noise := describe_noise(config, start.trainable):
         log(INFO, "%s", noise)
     federation.restore(start)
@@ -127,6 +137,34 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         federation.fit(start, test)
     learner.finish(config, run)
     callbacks.end_run(run.summary())
+
+
+def _train_generator(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> RunDirectory:
+    """Return the run directory of the training of a run's generator; train the generator unless it is there.
+
+    In a simulation it is in the cache, and another run that trains the same one is waited for.
+    """
+    if is_simulated(grid):
+        training = federated_training(config)
+    else:
+        training = generator_config(config).with_changes(run_dir=str(run.path / TRAINING))
+    own = RunDirectory(Path(training.run_dir))
+    own.path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{own.path}.lock") if is_simulated(grid) else nullcontext():
+        if is_whole(own.path / GENERATOR):
+            log(INFO, "Generator: %s, which the federation has trained before", own.path / GENERATOR)
+            return own
+        training = training.with_changes(resume=own.is_record())
+        RunDirectory.start(training, run.environment())
+        with log_to(own.path / "flower.log"):
+            log(INFO, "Training the generator first, %d rounds: %s", training.rounds, own.path)
+            try:
+                _run_recording_status(grid, training, own, device, open_callbacks(""))
+            except RunError as error:
+                kind = ProcessesDiedError if isinstance(error, ProcessesDiedError) else RunError
+                raise kind(f"generator = 'federated': {error}") from None
+        write_checksums(own.path / GENERATOR)
+    return own
 
 
 @contextmanager

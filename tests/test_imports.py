@@ -47,6 +47,7 @@ INNER_LAYERS = {
         {"cache", "bank", "diffusion"},
         {"fill", "cache_maintenance", "sd_turbo", "classifier", "own"},
         {"learn"},
+        {"federated"},
         {"opening"},
         {"quality", "service"},
         {"audit", "ray_service"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -15,6 +16,9 @@ from pathlib import Path
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of a failing disk; the OS error of such a write names no file."""
+
+CHECKSUMS = "checksums.json"
+"""File with the checksums of the other files in its folder."""
 
 
 def cache_root() -> Path:
@@ -76,6 +80,22 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of the files in a folder to one more file in it."""
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    sums = {name: sha256_of(folder / name) for name in files if name != CHECKSUMS}
+    atomic_write(folder / CHECKSUMS, json.dumps(sums, indent=1).encode())
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder has checksums, and every file that they name is as it was written."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        return bool(sums) and all(sha256_of(folder / name) == digest for name, digest in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def refuse_special(path: Path) -> None:

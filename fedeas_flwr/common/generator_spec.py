@@ -12,14 +12,16 @@ from fedeas_flwr.common.import_path import is_import_path
 class GeneratorSpec(NamedTuple):
     """A generator: its kind, and a folder, a file or an import path."""
 
-    kind: Literal["builtin", "folder", "bank", "sd-turbo", "import path"]
+    kind: Literal["builtin", "federated", "folder", "bank", "sd-turbo", "import path"]
     where: str = ""
 
     @classmethod
     def parse(cls, text: str) -> GeneratorSpec:
-        """Return the spec of ``builtin``, ``bank:DIR``, ``sd-turbo[:DIR]``, ``package.module:name`` or a folder."""
+        """Return the spec of ``builtin``, ``federated``, ``bank:DIR``, ``sd-turbo[:DIR]``, an import path or a path."""
         if text == "builtin":
             return cls("builtin")
+        if text == "federated":
+            return cls("federated")
         kind, colon, where = text.partition(":")
         if kind == "sd-turbo":
             return cls("sd-turbo", where)
@@ -30,7 +32,7 @@ class GeneratorSpec(NamedTuple):
     @property
     def is_diffusion(self) -> bool:
         """Return whether it is a diffusion model of this package, which the sampler's keys apply to."""
-        return self.kind in ("builtin", "folder")
+        return self.kind in ("builtin", "federated", "folder")
 
     def absolute(self, folder: Path) -> str:
         """Return the key's value with a path that is relative to ``folder`` made absolute."""

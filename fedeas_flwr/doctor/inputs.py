@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedeas_flwr import partition
 from fedeas_flwr.allocation import IntArray
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, is_whole
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import SMALL_BATCH, RunConfig
 from fedeas_flwr.data.datasets import dataset_info
@@ -219,6 +220,7 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 def _model(config: RunConfig) -> Finding:
     from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.generators.federated import with_folder
     from fedeas_flwr.generators.opening import check_for_run, generator_warning
 
     try:
@@ -228,6 +230,10 @@ def _model(config: RunConfig) -> Finding:
     check_for_run(config, device)
     if config.generator_spec.kind == "builtin":
         return _builtin()
+    if config.generator_spec.kind == "federated":
+        folder = Path(with_folder(config).generator)
+        found = f"federated, {folder}" if is_whole(folder) else "federated: the first run with this config trains it"
+        return (ok if is_whole(folder) else note)("generator", found)
     if config.generator_spec.kind == "import path":
         return ok("generator", config.generator)
     if warning := generator_warning(config):
@@ -237,7 +243,7 @@ def _model(config: RunConfig) -> Finding:
 
 
 def _builtin() -> Finding:
-    from fedeas_flwr.generators.learn.builtin import builtin_folder, is_whole
+    from fedeas_flwr.generators.learn.builtin import builtin_folder
 
     folder = builtin_folder()
     if is_whole(folder):

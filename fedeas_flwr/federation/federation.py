@@ -266,7 +266,7 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
         If fewer clients reply than `min-replies` requires, or none has test images.
     """
     model, buffers = map(to_record, state.result())
-    questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
+    questions = [messages.evaluate_message(node, model, buffers, config.task) for node in nodes.values()]
     replies = deliver(grid, questions, config.round_timeout)
     reports, failed = [], f"no reply within {config.round_timeout:g} s"
     for client, node in nodes.items():

@@ -180,15 +180,19 @@ class Denoiser:
         examples = sum(report.examples for report in reports)
         return {"loss": sum(report.loss * report.examples for report in reports) / examples}
 
+    def release(self) -> None:
+        """Free the networks that this process keeps for clients."""
+        self._denoisers.release()
+
     def finish(self, config: RunConfig, run: RunDirectory) -> None:
         """Write the generator as a folder in diffusers' format."""
         folder, loss = run.path / GENERATOR, run.summary()["final_loss"]
         federated.write_generator(folder, config, run.load_model(), run.rounds(), loss, pick_device(config.device))
 
 
-_CLASSIFIER, _DENOISER = Classifier(), Denoiser()
+_CLASSIFIER, DENOISER = Classifier(), Denoiser()
 
 
 def find_learner(config: RunConfig) -> Learner:
     """Return what the run trains."""
-    return _DENOISER if config.task == "generator" else _CLASSIFIER
+    return DENOISER if config.task == "generator" else _CLASSIFIER

@@ -4,8 +4,11 @@
                       a level                           or its id and arrays that a `disclose-…` key allows
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
-                      share, extra arrays
+                      share, extra arrays,
+                      perhaps a generator
     evaluate  server: model                     client: how many of its own test images it classified correctly
+
+A train and an evaluate message say what is trained: the classifier, or its generator before it.
 
 A client sends a vector per class only in such a disclosure; otherwise its label counts stay on the client. The server
 decides β: a client reads it from the message, never from its run-config.
@@ -107,6 +110,9 @@ def _read(cls: type[_Values], record: Mapping[str, Any]) -> _Values:
 
 
 _CLIENT = _whole("client-id")
+_TASK = _text("task", "classifier|generator", "classifier or generator")
+_GENERATOR = "generator"
+"""Name of the record of a generator's weights."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ class TrainTask:
     )
     service: str = field(default="", metadata=_on_wire(_text("generator-service")))
     """Address of the generator that all clients share; empty if every client opens its own."""
+    task: str = field(default="classifier", metadata=_on_wire(_TASK))
+    """What is trained: see the key `task`. A run with ``generator = "federated"`` first trains the generator."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +246,20 @@ def read_disclosed(message: Message, client: int, expected: Arrays) -> Arrays:
 # ------------------------------------------------------------------------------------------------ train
 
 
-def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: ArrayRecord) -> None:
-    """Add one client's task, the buffers and the extra arrays to a message that the strategy built."""
+def add_task(
+    message: Message, task: TrainTask, buffers: ArrayRecord, extra: ArrayRecord, generator: ArrayRecord | None = None
+) -> None:
+    """Add one client's task, the buffers and the extra arrays to a message that the strategy built.
+
+    ``generator`` has the weights of the run's generator, for a client that does not have it yet.
+    """
     content = RecordDict(dict(message.content.items()))
     config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
     _write(config, task)
     content[CONFIG] = config
     content[BUFFERS], content[EXTRA] = buffers, extra
+    if generator is not None:
+        content[_GENERATOR] = generator
     message.content = content
 
 
@@ -262,6 +277,16 @@ def read_model(message: Message) -> tuple[Arrays, Arrays]:
 def read_extra(message: Message) -> Arrays:
     """Return the extra arrays that the strategy sent with the model."""
     return to_arrays(message.content.array_records[EXTRA])
+
+
+def has_generator(message: Message) -> bool:
+    """Return whether a train message holds the weights of a generator."""
+    return _GENERATOR in message.content.array_records
+
+
+def read_generator(message: Message, expected: Arrays) -> Arrays:
+    """Return the weights of the generator; raise `MessageError` unless they match ``expected``."""
+    return _validated(message.content.array_records[_GENERATOR], expected)
 
 
 def train_reply(
@@ -308,10 +333,15 @@ def read_train_reply(
 # --------------------------------------------------------------------------------------------- evaluate
 
 
-def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord) -> Message:
-    """Build a request to evaluate the global model on the node's own test images."""
-    content = RecordDict({ARRAYS: model, BUFFERS: buffers})
+def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord, task: str) -> Message:
+    """Build a request to evaluate the global model, of a ``task`` as in `TrainTask`, on the node's own images."""
+    content = RecordDict({ARRAYS: model, BUFFERS: buffers, CONFIG: ConfigRecord({_TASK.name: task})})
     return Message(content, dst_node_id=node, message_type=MessageType.EVALUATE)
+
+
+def read_trained(message: Message) -> str:
+    """Return what the model of a train or evaluate message is: a classifier or a generator."""
+    return str(_TASK.read(message.content.config_records[CONFIG]))
 
 
 def evaluate_reply(message: Message, report: EvaluateReport) -> Message:

@@ -13,7 +13,7 @@ from functools import partial
 from logging import INFO
 from typing import Any, NamedTuple
 
-from flwr.app import ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.cores import map_ordered, threads_for
@@ -81,6 +81,8 @@ class TrainingRounds:
         self.clients, self.strategy, self.run, self.config = clients, strategy, run, clients.config
         self.service = ""
         """Address of the generator that all clients share; empty if every client opens its own."""
+        self.generator: ArrayRecord | None = None
+        """Weights to send to clients that have not generated images yet; None: they have the generator."""
         self.checkpointed: dict[int, int] = {}
         """Client → the last round whose reply the server used, according to its last checkpoint."""
         self.previously_checkpointed: dict[int, int] = {}
@@ -178,8 +180,9 @@ class TrainingRounds:
                 run=run,
                 share=self.clients.share_of(client),
                 service=self.service,
+                task=self.config.task,
             )
-            messages.add_task(message, task, buffers, extra)
+            messages.add_task(message, task, buffers, extra, None if client in state.generated else self.generator)
 
         def order(message: Message) -> tuple[int, int]:
             """Put clients that have images to generate first, then those with most steps, which would finish last."""

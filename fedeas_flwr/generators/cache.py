@@ -32,6 +32,7 @@ from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.common.npy import read_array
 from fedeas_flwr.data.datasets import Images, Labels
 from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
+from fedeas_flwr.runs.files import GENERATOR
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**20
@@ -191,7 +192,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _last_part(value: Any) -> Any:
-    return Path(value).name if isinstance(value, str) else value
+    """Return the last part of a path; for a generator that a run trained, the name of its run directory too."""
+    if not isinstance(value, str):
+        return value
+    path = Path(value)
+    return str(Path(path.parent.name, path.name)) if path.name == GENERATOR else path.name
 
 
 def _reject_links(*paths: Path) -> None:

@@ -11,6 +11,7 @@ from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import Generator
 
 if TYPE_CHECKING:  # the library works without pydantic
@@ -73,6 +74,8 @@ def open_generator(
         from fedeas_flwr.generators.own import open_own
 
         return open_own(where, classes=info.classes, image_shape=info.image_shape, device=device)
+    if kind == "federated":
+        raise ValueError("generator: 'federated' is a run's; give the folder `generator` of its training")
     if kind == "builtin":
         if dataset_name != "digits":
             raise ValueError(
@@ -102,14 +105,18 @@ def open_generator(
 
 def open_for_run(config: RunConfig, device: str) -> Generator:
     """Open the generator that a run-config names; its values 0 and ``auto`` select the generator's defaults."""
+    spec = with_folder(config).generator
+    if config.trains_generator and not Path(spec).is_dir():
+        raise ValueError("generator = 'federated' is not trained yet: the first run with this config trains it")
     with _naming_keys():
-        return open_generator(config.generator, config.dataset, **_settings(config), device=device)
+        return open_generator(spec, config.dataset, **_settings(config), device=device)
 
 
 def check_for_run(config: RunConfig, device: str) -> None:
     """Raise the errors of `open_for_run` that can be found without building or training a model.
 
-    Not for a bank, which is checked by opening it. A generator of a user's own is opened, and generates two images.
+    Not for a bank, which is checked by opening it. A generator of a user's own is opened, and generates two images. For
+    a federated one, the initial network is built.
     """
     kind, where = config.generator_spec
     if kind == "sd-turbo":
@@ -125,16 +132,19 @@ def check_for_run(config: RunConfig, device: str) -> None:
         return
     from fedeas_flwr.generators.diffusion.model_folder import read_model
     from fedeas_flwr.generators.diffusion.sampler import Settings
-    from fedeas_flwr.generators.learn.builtin import builtin_folder
     from fedeas_flwr.generators.learn.denoiser import TIMESTEPS
 
-    info = dataset_info(config.dataset)
-    classes, built_in = len(info.classes), kind == "builtin"
-    folder = builtin_folder() if built_in else expanded(config.generator, "generator")
+    info, folder = dataset_info(config.dataset), _diffusion_folder(with_folder(config).generator)
+    classes = len(info.classes)
     timesteps, embeddings = TIMESTEPS, classes + 1
-    if not built_in:  # the built-in one may still have to be trained
+    if kind == "folder":  # the others may still have to be trained
         model = read_model(folder, classes, info.classes, info.image_shape)
         timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
+    if kind == "federated":
+        from fedeas_flwr.config import generator_config
+        from fedeas_flwr.generators.learn.federated import initial_state
+
+        initial_state(generator_config(config))
     with _naming_keys():
         Settings(**_settings(config), device=device).check(folder, timesteps, embeddings, classes)
 
@@ -204,14 +214,19 @@ def hash_input_files(config: RunConfig) -> dict[str, str]:
 
 def _generator_file(spec: str) -> Path | None:
     kind, where = GeneratorSpec.parse(spec)
-    if kind in ("sd-turbo", "import path"):
+    if kind in ("sd-turbo", "import path", "federated"):
         return None
     if kind == "bank":
         return expanded(where, "generator")
     from fedeas_flwr.generators.diffusion.model_folder import weights_file
+
+    return weights_file(_diffusion_folder(spec))
+
+
+def _diffusion_folder(spec: str) -> Path:
     from fedeas_flwr.generators.learn.builtin import builtin_folder
 
-    return weights_file(builtin_folder() if kind == "builtin" else expanded(spec, "generator"))
+    return builtin_folder() if spec == "builtin" else expanded(spec, "generator")
 
 
 def _pretrained_file(weights: str) -> Path | None:

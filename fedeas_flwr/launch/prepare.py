@@ -13,6 +13,7 @@ from rich.console import Console
 from fedeas_flwr.callbacks.registry import open_callbacks
 from fedeas_flwr.common.devices import configure_torch, pick_device
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import is_whole
 from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import absolute_paths
@@ -22,7 +23,8 @@ from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier, trained_network
-from fedeas_flwr.generators.interface import Generator, images_per_class
+from fedeas_flwr.generators.federated import with_folder
+from fedeas_flwr.generators.interface import Generator, LazyGenerator, images_per_class
 from fedeas_flwr.generators.opening import check_for_run, generator_warning, open_for_run
 from fedeas_flwr.generators.own import check_own
 from fedeas_flwr.generators.service import own_generator
@@ -62,9 +64,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if config.generates:
         if config.generator_spec.kind == "builtin":
             ensure_digits_generator(console)
-        # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
-        open_generator = own_generator if config.backend == "inline" else open_for_run
-        generator = open_generator(config, device)
+        generator = _open_or_check(config, device)
         if config.generator_spec.kind == "import path":
             check_own(config.generator, generator)
         print_generator_warning(config, console)
@@ -74,6 +74,19 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
             with showing_log(console):
                 independent_classifier(config.dataset, config.data_dir, device)
     return config
+
+
+def _open_or_check(config: RunConfig, device: str) -> Generator:
+    """Open the run's generator; check one that the federation has yet to train, and return a stand-in for it."""
+    found = with_folder(config)
+    if config.trains_generator and not is_whole(Path(found.generator)):
+        check_for_run(config, device)
+        info = dataset_info(config.dataset)
+        return LazyGenerator(
+            "not trained yet", len(info.classes), info.image_shape, lambda: open_for_run(found, device)
+        )
+    # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
+    return (own_generator if config.backend == "inline" else open_for_run)(found, device)
 
 
 def check_config(config: RunConfig) -> None:
@@ -130,6 +143,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
 
 _GENERATOR_KEYS = (
     "generator",
+    "generator_training",
     "sampler",
     "sampler_steps",
     "guidance",

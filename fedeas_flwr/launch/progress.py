@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.planning.run_plan import planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
@@ -90,7 +92,7 @@ class GenerationProgress:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._about, self._seed = describe_generator(config), config.seed
+        self._about, self._seed = describe_generator(with_folder(config)), config.seed
         self._cache = ImageCache()
         self._planned = planned_images(config, planned_counts(config, config.clients)).tolist()
         self.total = sum(map(sum, self._planned))
@@ -103,13 +105,29 @@ class GenerationProgress:
         return sum(self._cache.missing_in(folder, client, row) for client, row in enumerate(self._planned))
 
 
+def rounds_done(training: RunConfig | None) -> int:
+    """Return the number of recorded rounds of the training of a run's generator; 0 if it has none."""
+    return len(RunDirectory(Path(training.run_dir)).rounds()) if training is not None else 0
+
+
 class RoundProgress:
-    """Shows the rounds of a run directory as they appear, and the clients' image generation between them."""
+    """Shows the rounds of a run directory as they appear, and the clients' image generation between them.
+
+    ``training`` is the config of the training of the run's generator, whose rounds come first.
+    """
 
     def __init__(
-        self, run: RunDirectory, rounds: int, done: int, console: Console, images: GenerationProgress | None = None
+        self,
+        run: RunDirectory,
+        rounds: int,
+        done: int,
+        console: Console,
+        images: GenerationProgress | None = None,
+        training: RunConfig | None = None,
     ) -> None:
         self._images = images if images and images.total else None
+        self._training, self._trained = training, rounds_done(training)
+        self._said_at = time.monotonic()
         self._looked = -1e9
         self._left = 0
         self._pace_from: tuple[float, int] | None = None  # when generation was first seen, and the images left then
@@ -145,9 +163,10 @@ class RoundProgress:
     def update(self) -> bool:
         """Show new rounds; return whether there were any."""
         with self._lock:
+            now = time.monotonic()
+            trained = self._show_training(now)
             found, self._offset = self._run.rounds_from(self._offset)
             records = [record for record in found if record["round"] > self._shown]
-            now = time.monotonic()
             for record in records:
                 self._show(record, now)
                 self._shown = record["round"]
@@ -155,7 +174,20 @@ class RoundProgress:
                 self._first_seen = now, self._shown
             if self._images is not None:
                 self._watch_images(self._images, bool(records), now)
-            return bool(records)
+            return bool(records) or trained
+
+    def _show_training(self, now: float) -> bool:
+        """Show the generator's training every ten seconds; return whether it has new rounds."""
+        before, self._trained = self._trained, rounds_done(self._training)
+        if self._training is None or self._trained == before:
+            return False
+        done = f"training the generator: round {self._trained}/{self._training.rounds}"
+        if self._bar is not None:
+            self._bar.update(self._task, scores=done)
+        elif now - self._said_at >= _LINE_EVERY or self._trained == self._training.rounds:
+            self._console.print(f"{done}  {now - self._began:.0f} s", highlight=False)
+            self._said_at = now
+        return True
 
     def _watch_images(self, images: GenerationProgress, round_ended: bool, now: float) -> None:
         """Show the number of generated images every ten seconds without a round; counting files is not free."""

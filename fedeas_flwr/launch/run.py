@@ -24,9 +24,10 @@ from fedeas_flwr.common.processes import ProcessTree, is_alive
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.generators.federated import federated_training
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.launch.namespace import inside, is_permitted
-from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
+from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress, rounds_done
 from fedeas_flwr.launch.resources import clients_at_once, ray_resources
 from fedeas_flwr.launch.superlink import own_environment, run_flwr_json, stage_app, start_superlink
 from fedeas_flwr.launch.watchdog import launch_folder
@@ -54,7 +55,8 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     run.set_status("running", pid=os.getpid())  # start-up is counted from here, also in a sweep
     before = len(run.rounds())
     images = GenerationProgress(config) if config.generates else None
-    with RoundProgress(run, config.rounds, before, console, images) as progress:
+    training = federated_training(config) if config.trains_generator else None
+    with RoundProgress(run, config.rounds, before, console, images, training) as progress:
         try:
             if config.backend == "inline":
                 _run_inline(config, run, progress)
@@ -127,13 +129,13 @@ def _run_ray_with_restarts(config: RunConfig, run: RunDirectory, progress: Round
     Flower's pool never replaces a client process that died, and the remaining ones may be too few. At most `restarts`
     consecutive restarts without a new round are allowed; a run that completes rounds between deaths continues.
     """
-    failed_restarts = 0
+    failed_restarts, training = 0, federated_training(config) if config.trains_generator else None
     reachable_because = _why_reachable(config)
     if reachable_because:
         note = f"note: Flower's control port is open to all users of this machine, since {reachable_because}"
         console.print(note, highlight=False, soft_wrap=True)
     while True:
-        done = len(run.rounds())
+        done = len(run.rounds()) + rounds_done(training)
         try:
             _run_ray(config, run, progress, isolated=not reachable_because)
             reason = run.status()[1] if run.has_died() else ""
@@ -141,7 +143,7 @@ def _run_ray_with_restarts(config: RunConfig, run: RunDirectory, progress: Round
             reason = str(error)
         if not reason:
             return
-        failed_restarts = 0 if len(run.rounds()) > done else failed_restarts + 1
+        failed_restarts = 0 if len(run.rounds()) + rounds_done(training) > done else failed_restarts + 1
         if failed_restarts > config.restarts:
             run.set_status("failed", reason, died=True)
             return

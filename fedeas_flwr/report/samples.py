@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.report.groups import Group
 
@@ -38,7 +41,7 @@ def grids_of(groups: Sequence[Group]) -> list[SampleGrid]:
     """Return one grid per generator and settings whose images are cached, for the first cached seed."""
     found: dict[str, SampleGrid] = {}
     for group in groups:
-        about = repr(describe_generator(group.config))
+        about = repr(_about(group.config))
         if not group.config.generates or about in found:
             continue
         for member in group.members:
@@ -50,7 +53,7 @@ def grids_of(groups: Sequence[Group]) -> list[SampleGrid]:
 
 def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
     cache = ImageCache()
-    if (folder := cache.find(describe_generator(config), config.seed)) is None:
+    if (folder := cache.find(_about(config), config.seed)) is None:
         return []
     try:
         names = dataset_info(config.dataset).classes
@@ -59,6 +62,12 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
     shown = classes_to_show(len(names), MAX_CLASSES)
     rows = [(names[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in shown]
     return [(name, images) for name, images in rows if len(images)]
+
+
+def _about(config: RunConfig) -> dict[str, Any]:
+    with suppress(OSError, ValueError):  # the dataset of a record may not be on this machine
+        return describe_generator(with_folder(config))
+    return describe_generator(config)
 
 
 def _name(config: RunConfig) -> str:

@@ -95,12 +95,14 @@ class RunDirectory(RunStatus):
         if changed := next((key for key in now if before.get(key) != now[key]), None):
             old, new = started.to_user_dict()[changed], config.to_user_dict()[changed]
             raise RunError(f"{changed} = {new!r}, but the run to resume has {changed} = {old!r} in {self.path}")
-        cosine = "learning-rate-schedule = 'cosine'" if config.learning_rate_schedule == "cosine" else ""
-        cosine = "learning rate" if config.task == "generator" else cosine
-        if cosine and config.rounds != started.rounds:
+        depends = "learning-rate-schedule = 'cosine'" if config.learning_rate_schedule == "cosine" else ""
+        depends = "learning rate" if config.task == "generator" else depends
+        if config.trains_generator and not config.generator_training.rounds:
+            depends = "generator's training (generator-training.rounds = 0)"
+        if depends and config.rounds != started.rounds:
             raise RunError(
                 f"rounds = {config.rounds}: must be {started.rounds}, as in the run to resume in {self.path}; its "
-                f"{cosine} depends on it"
+                f"{depends} depends on it"
             )
         if (self.path / "summary.json").exists() and not (self.path / CHECKPOINT).exists():
             raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to resume from")

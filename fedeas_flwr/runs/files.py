@@ -10,6 +10,7 @@ identity               the run's unique name, also in its checkpoint and in the 
 noise-key              the secret key of the noise of `dp`, readable by its owner only, and its releases
 model.safetensors      the final model
 generator/             the trained generator in diffusers' format (`task = "generator"`)
+generator-training/    run directory of the generator's training (`generator = "federated"` on SuperNodes)
 summary.json           the results in a few numbers
 tensorboard/           the rounds in TensorBoard's format (`callbacks = "tensorboard"`)
 service.json           process and statistics of the generator that all clients share (simulation under Ray)
@@ -29,17 +30,20 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fedeas_flwr.common.files import CHECKSUMS
+
 STATUS_LOCK = ".status.lock"
 CHECKPOINT, PREVIOUS_CHECKPOINT = "checkpoint.safetensors", "checkpoint-previous.safetensors"
 WARNING = "generator_warning"
 """Key of config.json."""
 GENERATOR = "generator"
+TRAINING = "generator-training"
 _SWEEP_FILES = ("run.toml", "output.log")
 _START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
 _IN_FOLDERS = (
     *("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*"),
-    *(f"{GENERATOR}/{name}" for name in ("README.md", "*.png", "unet/*", "scheduler/*")),
+    *(f"{GENERATOR}/{name}" for name in ("README.md", CHECKSUMS, "*.png", "unet/*", "scheduler/*")),
 )
 _FILES = (
     CHECKPOINT,
@@ -93,7 +97,8 @@ def files_of_run(folder: Path) -> list[Path]:
     patterns = [*_IN_FOLDERS, *_LEFT_BY_KILLED, *_FILES]
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     inside = folder.resolve()
-    return [path for path in found if path.is_file() and path.parent.resolve().is_relative_to(inside)]
+    own = [path for path in found if path.is_file() and path.parent.resolve().is_relative_to(inside)]
+    return [*(files_of_run(folder / TRAINING) if is_run(folder / TRAINING) else ()), *own]
 
 
 def remove_files(folder: Path, files: Sequence[Path]) -> int:
@@ -101,18 +106,15 @@ def remove_files(folder: Path, files: Sequence[Path]) -> int:
     freed = sum(path.stat().st_size for path in files)
     for path in files:
         path.unlink()
-    for emptied in (
-        *folder.glob("clients/*"),
-        folder / "clients",
-        folder / "tensorboard",
-        *_generator_folders(folder),
-        folder,
-    ):
+    for emptied in (*_folders_of_run(folder / TRAINING), *_folders_of_run(folder)):
         if emptied.is_dir() and not emptied.is_symlink():
             with suppress(OSError):  # not empty
                 emptied.rmdir()
     return freed
 
 
-def _generator_folders(folder: Path) -> tuple[Path, ...]:
-    return folder / GENERATOR / "unet", folder / GENERATOR / "scheduler", folder / GENERATOR
+def _folders_of_run(folder: Path) -> tuple[Path, ...]:
+    """Return a run's folders, each after those inside it."""
+    generator = folder / GENERATOR
+    inside = *folder.glob("clients/*"), folder / "clients", folder / "tensorboard"
+    return *inside, generator / "unet", generator / "scheduler", generator, folder

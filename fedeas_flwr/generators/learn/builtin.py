@@ -6,14 +6,13 @@ real digits classifies at least 85 % of 20-step samples as their label.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
-from fedeas_flwr.common.files import atomic_folder, cache_root, sha256_of
+from fedeas_flwr.common.files import atomic_folder, cache_root, is_whole, write_checksums
 from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.generators.learn.presets import DIGITS
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Part of the folder's name: raise it when anything changes the trained weights.
 VERSION = "2"
-
-_CHECKSUMS = "checksums.json"
 
 
 def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *, steps: int = DIGITS.steps) -> Path:
@@ -57,24 +54,10 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
                     log_step(0, steps)
                 trainer.run(steps=steps, report=show)
                 save_model(temporary, trainer, dataset)
-                sums = {name: sha256_of(temporary / name) for name in _files_of(temporary)}
-                (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+                write_checksums(temporary)
     return folder
 
 
 def builtin_folder() -> Path:
     """Return the folder of the built-in generator, which may not exist yet."""
     return cache_root() / "generators" / f"digits-{VERSION}"
-
-
-def _files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether every file of a built-in generator has its checksum."""
-    try:
-        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
-        return bool(sums) and all(sha256_of(folder / name) == digest for name, digest in sums.items())
-    except (OSError, ValueError, AttributeError):
-        return False

@@ -10,6 +10,7 @@ The random numbers of a step are seeded by (seed, round, client, step) only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,6 +263,15 @@ class DenoiserPool:
                 free.append(denoiser)
                 self._changed.notify()
 
+    def release(self) -> None:
+        """Free the denoisers, none of which may be in use."""
+        with self._changed:
+            if not self._count:
+                return
+            self._config, self._free, self._count = None, [], 0
+            gc.collect()  # a denoiser refers to itself by its step
+            torch.cuda.empty_cache()
+
     def _has_room(self, device: str) -> bool:
         """Return whether another denoiser leaves a tenth of the GPU's memory to the server, which averages models."""
         if device == "cpu":
@@ -297,6 +307,18 @@ per round, {steps} local steps of {batch} images per client and round; {seen:,} 
 """
 
 
+def write_model(folder: Path, config: RunConfig, model: Arrays) -> Any:
+    """Write the weights of a model as a folder in diffusers' format, without a model card; return the network."""
+    unet = initial_unet(config)
+    vector_to_parameters(torch.from_numpy(model[WEIGHTS]), unet.parameters())
+    unet.eval().requires_grad_(False)
+    with atomic_folder(folder / "unet") as temporary:
+        unet.save_pretrained(temporary, safe_serialization=True)
+    with atomic_folder(folder / "scheduler") as temporary:
+        build_scheduler(federated_preset(config)).save_pretrained(temporary)
+    return unet
+
+
 def write_generator(
     folder: Path,
     config: RunConfig,
@@ -305,15 +327,9 @@ def write_generator(
     final_loss: float | None,
     device: str,
 ) -> None:
-    """Write a training's packed model as a folder in diffusers' format, with a model card, samples and losses."""
+    """Write a finished training's model as a folder in diffusers' format, with a model card, samples and losses."""
     preset, info, recipe = federated_preset(config), dataset_info(config.dataset), config.generator_training
-    unet = initial_unet(config)
-    vector_to_parameters(torch.from_numpy(model[WEIGHTS]), unet.parameters())
-    unet.eval().requires_grad_(False)
-    with atomic_folder(folder / "unet") as temporary:
-        unet.save_pretrained(temporary, safe_serialization=True)
-    with atomic_folder(folder / "scheduler") as temporary:
-        build_scheduler(preset).save_pretrained(temporary)
+    unet = write_model(folder, config, model)
     privacy = f"Updates had differential privacy (`dp = {config.dp}`)." if config.dp != "none" else ""
     split, licence, licence_text = describe_data(config.dataset)
     parameters = sum(value.numel() for value in unet.parameters())
