@@ -91,13 +91,13 @@ def _triton() -> list[Patch]:
 
 
 def _launcher() -> list[Patch]:
-    from fedeas_flwr.training.gpu.graphed import GraphedEngine
+    from fedeas_flwr.training.gpu import graphed
 
-    def launch(self: Any, steps: Any) -> None:
+    def launch(stream: Any, steps: Any) -> None:
         for step in steps:
             step()
 
-    return [(GraphedEngine, "_launch", lambda _: launch)]
+    return [(graphed, "launch", lambda _: launch)]
 
 
 def _graphs() -> list[Patch]:

@@ -58,7 +58,15 @@ INNER_LAYERS = {
 
 FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
 TORCH = {
-    *("common/devices", "common/cuda", "callbacks/tensorboard", "training", "generators", "strategies"),
+    *(
+        "common/devices",
+        "common/cuda",
+        "common/launcher",
+        "callbacks/tensorboard",
+        "training",
+        "generators",
+        "strategies",
+    ),
     *(
         "federation/dissimilarity",
         "federation/augmenter",

@@ -29,6 +29,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
 from fedeas_flwr.common.files import atomic_folder, atomic_write, expanded
+from fedeas_flwr.common.launcher import launch, on_stream
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import one_line
@@ -50,7 +51,6 @@ from fedeas_flwr.generators.learn.denoiser import (
 from fedeas_flwr.generators.learn.presets import PRESETS, Preset
 from fedeas_flwr.generators.learn.training_plots import draw_losses, draw_samples
 from fedeas_flwr.training.engine import State, TrainResult
-from fedeas_flwr.training.gpu.launcher import launch, on_stream
 from fedeas_flwr.training.models import drawing
 
 logger = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ per round, {steps} local steps of {batch} images per client and round; {seen:,} 
 def write_model(folder: Path, config: RunConfig, model: Arrays) -> Any:
     """Write the weights of a model as a folder in diffusers' format, without a model card; return the network."""
     unet = initial_unet(config)
-    vector_to_parameters(torch.from_numpy(model[WEIGHTS]), unet.parameters())
+    vector_to_parameters(torch.tensor(model[WEIGHTS]), unet.parameters())
     unet.eval().requires_grad_(False)
     with atomic_folder(folder / "unet") as temporary:
         unet.save_pretrained(temporary, safe_serialization=True)

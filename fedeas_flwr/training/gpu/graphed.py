@@ -25,6 +25,7 @@ from torch import nn
 
 from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
 from fedeas_flwr.common.errors import is_out_of_memory
+from fedeas_flwr.common.launcher import launch, on_stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.augmentation import VIEWS, augment
 from fedeas_flwr.training.engine import (
@@ -39,7 +40,6 @@ from fedeas_flwr.training.engine import (
 )
 from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
-from fedeas_flwr.training.gpu.launcher import launch, on_stream
 from fedeas_flwr.training.gpu.precomputed_rows import PrecomputedRows
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy

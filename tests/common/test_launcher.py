@@ -12,7 +12,7 @@ import pytest
 import torch
 from waiting import LONG, wait_until
 
-from fedeas_flwr.training.gpu.launcher import MAX_QUEUED_PER_STREAM, SWITCH, Launcher
+from fedeas_flwr.common.launcher import MAX_QUEUED_PER_STREAM, SWITCH, Launcher
 
 
 class Stream(str):
