@@ -484,7 +484,7 @@ class RunConfig(_Table):
         ):
             if own:
                 raise ValueError(
-                    f"generator-training.{key} = {own:g}: must be 0 with task = 'generator', which has the key {key}"
+                    f"generator-training.{key} = {own:g}: must be 0 with task = 'generator': use the key {key}"
                 )
         if self.policy != "none":
             raise ValueError(

@@ -253,7 +253,7 @@ def test_training_starts_from_a_trained_generator(tmp_path: Path) -> None:
     saved = run.load_model()
     assert np.array_equal(trainable[WEIGHTS], saved[WEIGHTS])
     assert moments.keys() == set(MOMENTS) and not any(map(np.any, moments.values()))
-    with pytest.raises(FileNotFoundError, match="start"):
+    with pytest.raises(FileNotFoundError, match=r"^generator-training\.start: there is no "):
         initial_state(config.with_changes(**{"generator_training.start": str(tmp_path / "none")}))
 
 

@@ -198,11 +198,11 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
     return unet.eval().requires_grad_(False)
 
 
-def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
+def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any], named: str = "start") -> str:
     """Initialise a network with the weights of a trained one; return their name and hash, for the model card.
 
     The classes may differ. If their numbers do, every class starts with the embedding of "no label", the trained
-    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match.
+    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match. Errors begin with ``named``.
     """
     try:
         config = read_json(folder / "unet" / "config.json")
@@ -221,7 +221,7 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
             shapes = [tuple(state[key].shape) if key in state else None for state in (given, own)]
             _require(shapes[0] == shapes[1], folder, key, shapes[0], f"{shapes[1]}, as the preset's")
     except (FileNotFoundError, ValueError) as error:
-        raise type(error)(str(error).replace("generator:", "start:", 1)) from error
+        raise type(error)(str(error).replace("generator:", f"{named}:", 1)) from error
     same = classes.shape == own["class_embedding.weight"].shape
     given["class_embedding.weight"] = classes if same else classes[-1:].expand_as(own["class_embedding.weight"])
     unet.load_state_dict(given)

@@ -98,7 +98,8 @@ def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
     unet, preset = initial_unet(config), federated_preset(config)
     if start := config.generator_training.start:
         schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
-        init_from_pretrained(unet, expanded(start, "generator-training.start"), schedule)
+        key = "generator-training.start"
+        init_from_pretrained(unet, expanded(start, key), schedule, key)
     weights = parameters_to_vector(unet.parameters()).detach().numpy()
     sent = AVERAGED[config.generator_training.average_moments]
     return {WEIGHTS: weights}, {moment: np.zeros_like(weights) for moment in sent}
