@@ -168,7 +168,7 @@ class GeneratorTraining(_Table):
     """Adam step size after the warm-up; it falls to 0 after the last round by a cosine; 0: the preset's"""
     warm_up: int = Field(1, ge=0, le=100_000)
     """rounds in which the learning rate rises linearly"""
-    average_moments: Literal["both", "second", "none"] = "both"
+    average_moments: Literal["both", "second", "neither"] = "both"
     """which of Adam's two moments clients send with the model, to be averaged too; both triple the traffic, the second
     doubles it; the others start at 0 in every round"""
     ema_decay: float = Field(0.985, ge=0, lt=1)
@@ -486,7 +486,7 @@ class RunConfig(_Table):
                 raise ValueError(
                     f"generator-training.{key} = {own:g}: must be 0 with task = 'generator': use the key {key}"
                 )
-        if self.policy != "none":
+        if self.generates or self.find_policy().repeats:
             raise ValueError(
                 f"policy = '{self.policy}': must be none with task = 'generator', which trains on real images"
             )
@@ -499,9 +499,9 @@ class RunConfig(_Table):
             raise ValueError(
                 f"callbacks = '{self.callbacks}': early-stop needs an accuracy, which task = 'generator' does not have"
             )
-        if self.dp != "none" and self.generator_training.average_moments != "none":
+        if self.dp != "none" and self.generator_training.average_moments != "neither":
             raise ValueError(
-                f"dp = '{self.dp}' needs generator-training.average-moments = none: Adam's moments would be sent "
+                f"dp = '{self.dp}' needs generator-training.average-moments = neither: Adam's moments would be sent "
                 "without noise"
             )
 

@@ -192,7 +192,7 @@ def test_ray_and_inline_train_the_same_generator(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_supernodes_train_and_receive_the_generator(tmp_path: Path) -> None:
     keys = {**SMALL, **CHEAP, "clients": 2, "rounds": 1, "participation": 1.0, "generator": "federated"}
-    recipe = {**RECIPE, "rounds": 1, "average-moments": "none"}  # SuperLinks store hundreds of arrays one by one
+    recipe = {**RECIPE, "rounds": 1}
     keys |= {f"generator-training.{key}": value for key, value in recipe.items()}
     simulated = finish(small(tmp_path / "simulated", **keys))
     with Lab(tmp_path, 2, tmp_path) as lab:

@@ -144,7 +144,7 @@ def test_run_writes_a_generator_that_another_run_takes(tmp_path: Path) -> None:
 
 
 def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:
-    run = finish(tiny(tmp_path / "r", {"average-moments": "none"}, rounds=1))
+    run = finish(tiny(tmp_path / "r", {"average-moments": "neither"}, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.buffers == {}
     assert "sent its weights, 2.5 MB" in (run.path / "generator" / "README.md").read_text()
@@ -211,7 +211,7 @@ def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
         ({"policy": "fedeas"}, "policy = 'fedeas': must be none with task = 'generator'"),
         ({"evaluation": "federated"}, "evaluation = 'federated' needs generator-training.held-out above 0"),
         ({"callbacks": "early-stop(patience=3)"}, "early-stop needs an accuracy"),
-        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = none"),
+        ({"dp": "server-fixed"}, "dp = 'server-fixed' needs generator-training.average-moments = neither"),
         ({"generator-training": {"local-steps": 0}}, "generator-training.local-steps = 0: must be greater than"),
         ({"generator-training.lokal-steps": 1}, "did you mean 'generator-training.local-steps'?"),
         ({"generator-training": 3}, "unknown key 'generator-training' = 3"),

@@ -141,7 +141,7 @@ DAMAGES: dict[str, tuple[str | None, str]] = {
 def test_sweep_reports_damaged_run_and_finishes_the_others(quick: Path, damage: str) -> None:
     text, reason = DAMAGES[damage]
     sweep, watcher = make_sweep(base(), ["seed=1,2"], quick), RecordingWatcher()
-    record = write_run(sweep.cells[0].run.path, [0.5] * 3, **vars(sweep.cells[0].config)).path / "rounds.jsonl"
+    record = write_run(sweep.cells[0].run.path, [0.5] * 3, **sweep.cells[0].config.to_user_dict()).path / "rounds.jsonl"
     record.unlink() if text is None else record.write_text(text)
     (failed,) = run_sweep(sweep, 1, 1, watcher)
     assert watcher.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]

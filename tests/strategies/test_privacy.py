@@ -307,7 +307,7 @@ def test_noise_is_compared_with_the_updates_by_hand() -> None:
 
 def test_noise_that_exceeds_all_updates_of_a_generator_is_rejected() -> None:
     keys = {"clients": 10, "rounds": 60, "task": "generator", "policy": "none", "dp": "server-fixed"}
-    config = parse_config({**keys, "generator-training.average-moments": False, "participation": 0.5})
+    config = parse_config({**keys, "generator-training.average-moments": "neither", "participation": 0.5})
     with pytest.raises(ConfigError) as refused:
         prepare(config, Console(file=io.StringIO()))
     assert str(refused.value).startswith("dp-noise-multiplier = 1: must be at most 0.0486 with task = 'generator'")

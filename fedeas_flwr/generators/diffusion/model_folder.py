@@ -202,7 +202,8 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any], n
     """Initialise a network with the weights of a trained one; return their name and hash, for the model card.
 
     The classes may differ. If their numbers do, every class starts with the embedding of "no label", the trained
-    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match. Errors begin with ``named``.
+    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match. Errors begin with
+    ``named``.
     """
     try:
         config = read_json(folder / "unet" / "config.json")

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 _EVALUATED_AT_ONCE = 256
 WEIGHTS = "unet"
 """Name of the array of the weights; that of a moment has Adam's name of the moment."""
-AVERAGED = {"both": MOMENTS, "second": MOMENTS[1:], "none": ()}
+AVERAGED = {"both": MOMENTS, "second": MOMENTS[1:], "neither": ()}
 """Adam's moments that clients send, by the values of `average-moments`."""
 
 
@@ -281,7 +281,7 @@ class DenoiserPool:
         return free - self._bytes > total / 10
 
 
-_SENT = {"both": " and Adam's two moments", "second": " and Adam's second moment", "none": ""}
+_SENT = {"both": " and Adam's two moments", "second": " and Adam's second moment", "neither": ""}
 
 _CARD = """---
 license: {licence}
