@@ -337,6 +337,7 @@ def test_image_gradients_equal_those_of_torch_func(benchmark: Any) -> None:
     assert torch.allclose(clipped, (factors * expected["conv_in.weight"]).sum(0), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dp_generator_benchmark_writes_record_sheet_and_models(benchmark: Any, tmp_path: Path) -> None:
     out, options = tmp_path / "digits.json", "--dataset digits --device cpu --images 200 --epsilons inf,10 --batch 8"
     options += f" --copies 2 --steps 2 --samples 10 --out {out} --folders {tmp_path / 'dp'}"

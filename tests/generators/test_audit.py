@@ -295,6 +295,7 @@ def test_training_images_are_those_of_clients_that_trained(training: RunDirector
         training_images(training, config.model_copy(update={"generator_training": table}))
 
 
+@pytest.mark.slow
 def test_audit_with_a_run_has_a_row_per_client_that_trained(training: RunDirectory, tmp_path: Path) -> None:
     words = ("--run", str(training.path), "--samples", "20", "sampler-steps=1")
     code, found, printed = audit(training.path / "generator", tmp_path / "out", *words)

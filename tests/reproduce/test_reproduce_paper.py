@@ -127,6 +127,7 @@ def test_other_policies_spend_at_most_the_total_of_fedeas() -> None:
     assert gammas == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.slow
 def test_number_of_distinct_shared_images() -> None:
     """The planned total stays the paper's; for Uniform, a hundredth of it is generated."""
     different = {}

@@ -237,6 +237,7 @@ def test_invalid_strategy_settings_are_rejected_at_start(keys: dict[str, Any], w
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+@pytest.mark.slow
 def test_strategies_benchmark_writes_its_results(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     words = ["--small", "--out", str(tmp_path / "out.json")]
