@@ -106,7 +106,7 @@ def _areas(axes: Axes) -> list[NDArray[np.float64]]:
     return [np.stack(np.meshgrid(*np.linspace(box.min, box.max, 30).T), axis=-1).reshape(-1, 2) for box in boxes]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "cifar10-k100-a0.1"])
+@pytest.mark.parametrize("name", ["quickstart", pytest.param("cifar10-k100-a0.1", marks=pytest.mark.slow)])
 def test_report_figures_have_no_overlap(name: str) -> None:
     groups, _ = group_runs([RunDirectory(path.parent) for path in sorted((RESULTS / name).glob("*/config.json"))])
     pictures = [picture for section in make_document(groups).sections for picture in section.pictures]
