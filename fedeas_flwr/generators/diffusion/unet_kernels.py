@@ -1,0 +1,373 @@
+"""GroupNorm, scale, shift and SiLU of a UNet on a GPU as few passes over memory, forward and backward.
+
+Eager PyTorch normalises, scales, shifts and activates in one pass over memory each, adds a convolution's bias in
+another, concatenates skip connections in a third, and copies to a layout that its GroupNorm can read and back; that
+takes longer than the convolutions. Here one kernel sums a map's channels and another reads the map and writes what the
+next convolution reads. Maps are channels last: ``[N, C, H, W]`` in PyTorch's terms, ``[N, H, W, C]`` in memory.
+torch.compile finds some of this, but takes a minute or two in every process; these kernels take seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+from torch.nn import functional as F
+
+_ELEMENTS, _SPAN, _MAX_BLOCK = 4096, 256, 64
+"""Elements that a program reads at once, rows (pixels) that it processes, and its largest number of channels."""
+# A program's part of a map: the channels ``pid 0`` of one of the maps that are normalised together (OWN channels, which
+# begin at START of CHANNELS), the rows ``pid 1`` and the image ``pid 2``.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    x, sums, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the sum and the sum of squares of each channel over this program's rows."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)  # summed over rows once, at the end, since that synchronises threads
+    squared = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, SPAN, ROWS):
+        row = span * SPAN + start + tl.arange(0, ROWS)
+        at = (image * PIXELS + row[:, None]) * OWN + channel[None, :]
+        value = tl.load(x + at, mask=(row < PIXELS)[:, None], other=0).to(tl.float32)
+        total += value
+        squared += value * value
+    to = sums + (image * tl.num_programs(1) + span) * 2 * CHANNELS + START + channel
+    tl.store(to, tl.sum(total, 0))
+    tl.store(to + CHANNELS, tl.sum(squared, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _table_kernel(  # type: ignore[no-untyped-def]
+    sums, before, before_stride, weight, bias, scale_shift, table, eps, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    GROUPS: tl.constexpr, SPANS: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Store an image's table: mean and variance of each group, as a factor and an offset of each channel."""
+    size: tl.constexpr = CHANNELS // GROUPS
+    image = tl.program_id(0).to(tl.int64)
+    member = tl.arange(0, MEMBERS)
+    channel = tl.arange(0, GROUPS)[:, None] * size + member[None, :]
+    real = (member < size)[None, :] & (channel >= 0)
+    total = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    squared = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    for span in range(SPANS):
+        at = sums + (image * SPANS + span) * 2 * CHANNELS + channel
+        total += tl.load(at, mask=real, other=0)
+        squared += tl.load(at + CHANNELS, mask=real, other=0)
+    added = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    if HAS_BEFORE:
+        added = tl.load(before + image * before_stride + channel, mask=real, other=0).to(tl.float32)
+        squared += (2 * total + PIXELS * added) * added
+        total += PIXELS * added
+    mean = tl.sum(total, 1) / (PIXELS * size)
+    variance = tl.sum(squared, 1) / (PIXELS * size) - mean * mean
+    inverse = (1 / tl.sqrt(tl.maximum(variance, 0.0) + eps))[:, None]
+    shifted = added - mean[:, None]
+    factor = inverse * tl.load(weight + channel, mask=real, other=0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=real, other=0).to(tl.float32) + shifted * factor
+    if HAS_SCALE_SHIFT:
+        at = scale_shift + image * 2 * CHANNELS + channel
+        scale = 1 + tl.load(at, mask=real, other=0).to(tl.float32)
+        factor *= scale
+        offset = offset * scale + tl.load(at + CHANNELS, mask=real, other=0).to(tl.float32)
+    to = table + image * 4 * CHANNELS + channel
+    tl.store(to, factor, mask=real)
+    tl.store(to + CHANNELS, offset, mask=real)
+    tl.store(to + 2 * CHANNELS, shifted, mask=real)
+    tl.store(to + 3 * CHANNELS, inverse + tl.zeros([GROUPS, MEMBERS], tl.float32), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _apply_kernel(  # type: ignore[no-untyped-def]
+    x, table, out, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the normalised channels of this program."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + image * 4 * CHANNELS + START + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
+    for start in range(0, SPAN, ROWS):
+        row = span * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < PIXELS)[:, None]
+        pixel = image * PIXELS + row[:, None]
+        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32) * factor + offset
+        if SILU:
+            value = value * tl.sigmoid(value)
+        tl.store(out + pixel * CHANNELS + START + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _through_silu(z, gradient, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the gradient of SiLU's input z."""
+    if SILU:
+        sigmoid = tl.sigmoid(z)
+        gradient *= sigmoid * (1 + z * (1 - sigmoid))
+    return gradient
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_sums_kernel(  # type: ignore[no-untyped-def]
+    x, table, gradient, sums, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of the gradient of SiLU's input, and of its product with x, over this program's rows."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + image * 4 * CHANNELS + START + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    product = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, SPAN, ROWS):
+        row = span * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < PIXELS)[:, None]
+        pixel = image * PIXELS + row[:, None]
+        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = tl.load(gradient + pixel * CHANNELS + START + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = _through_silu(value * factor + offset, came, SILU)
+        total += came
+        product += came * value
+    to = sums + (image * tl.num_programs(1) + span) * 2 * CHANNELS + START + channel
+    tl.store(to, tl.sum(total, 0))
+    tl.store(to + CHANNELS, tl.sum(product, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_table_kernel(  # type: ignore[no-untyped-def]
+    sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_affine, of_before, of_scale_shift,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr,
+    HAS_SCALE_SHIFT: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Store an image's gradients of all inputs but x, and two coefficients of each channel for that of x.
+
+    With z = SiLU's input, n = the normalised x and w = weight · (1 + scale), the gradient of x is
+    factor · dz - inverse · mean(w · dz) - inverse · n · mean(w · dz · n); the means are those of a group.
+    """
+    size: tl.constexpr = CHANNELS // GROUPS
+    image = tl.program_id(0).to(tl.int64)
+    member = tl.arange(0, MEMBERS)
+    channel = tl.arange(0, GROUPS)[:, None] * size + member[None, :]
+    real = (member < size)[None, :] & (channel >= 0)
+    total = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    dz = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    product = tl.zeros([GROUPS, MEMBERS], tl.float32)
+    for span in range(SPANS):
+        at = (image * SPANS + span) * 2 * CHANNELS + channel
+        total += tl.load(sums + at, mask=real, other=0)
+        dz += tl.load(gradient_sums + at, mask=real, other=0)
+        product += tl.load(gradient_sums + at + CHANNELS, mask=real, other=0)
+    entry = table + image * 4 * CHANNELS + channel
+    factor = tl.load(entry, mask=real, other=0)
+    shifted = tl.load(entry + 2 * CHANNELS, mask=real, other=0)
+    inverse = tl.load(entry + 3 * CHANNELS, mask=real, other=0)
+    product = inverse * (product + shifted * dz)
+    scaled = tl.load(weight + channel, mask=real, other=0).to(tl.float32)
+    scale = tl.zeros([GROUPS, MEMBERS], tl.float32) + 1
+    if HAS_SCALE_SHIFT:
+        to = of_scale_shift + image * 2 * CHANNELS + channel
+        own = tl.load(bias + channel, mask=real, other=0).to(tl.float32)
+        tl.store(to, (scaled * product + own * dz).to(of_scale_shift.dtype.element_ty), mask=real)
+        tl.store(to + CHANNELS, dz.to(of_scale_shift.dtype.element_ty), mask=real)
+        scale += tl.load(scale_shift + image * 2 * CHANNELS + channel, mask=real, other=0).to(tl.float32)
+        scaled *= scale
+    to = of_affine + image * 2 * CHANNELS + channel
+    tl.store(to, scale * product, mask=real)
+    tl.store(to + CHANNELS, scale * dz, mask=real)
+    mean = (tl.sum(scaled * dz, 1) / (PIXELS * size))[:, None]
+    mean_product = (tl.sum(scaled * product, 1) / (PIXELS * size))[:, None]
+    slope = -inverse * inverse * mean_product
+    constant = shifted * slope - inverse * mean
+    to = coefficients + image * 2 * CHANNELS + channel
+    tl.store(to, slope, mask=real)
+    tl.store(to + CHANNELS, constant, mask=real)
+    tl.store(of_before + image * CHANNELS + channel, factor * dz + slope * total + constant * PIXELS, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_apply_kernel(  # type: ignore[no-untyped-def]
+    x, table, coefficients, gradient, out, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr,
+    CHANNELS: tl.constexpr, SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of x for the channels of this program."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + image * 4 * CHANNELS + START + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
+    entry = coefficients + image * 2 * CHANNELS + START + channel
+    slope, constant = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
+    for start in range(0, SPAN, ROWS):
+        row = span * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < PIXELS)[:, None]
+        pixel = image * PIXELS + row[:, None]
+        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = tl.load(gradient + pixel * CHANNELS + START + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = _through_silu(value * factor + offset, came, SILU)
+        value = factor * came + slope * value + constant
+        tl.store(out + pixel * OWN + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_kernel(  # type: ignore[no-untyped-def]
+    x, y, bias, out, elements, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_Y: tl.constexpr,
+    DOUBLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store x + y + bias; if it doubles sides, each pixel as a square of four."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    channel = at % CHANNELS
+    total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + channel, mask=inside).to(tl.float32)
+    if HAS_Y:
+        total += tl.load(y + at, mask=inside).to(tl.float32)
+    total = total.to(out.dtype.element_ty)
+    if DOUBLES:
+        pixel = at // CHANNELS
+        to = out + ((pixel // WIDTH * 4 * WIDTH) + pixel % WIDTH * 2) * CHANNELS + channel
+        tl.store(to, total, mask=inside)
+        tl.store(to + CHANNELS, total, mask=inside)
+        tl.store(to + 2 * WIDTH * CHANNELS, total, mask=inside)
+        tl.store(to + (2 * WIDTH + 1) * CHANNELS, total, mask=inside)
+    else:
+        tl.store(out + at, total, mask=inside)
+
+
+class _Tiles:
+    """How programs divide maps of the same size, which are normalised together as if concatenated."""
+
+    def __init__(self, *maps: torch.Tensor) -> None:
+        self.images, self.pixels = len(maps[0]), maps[0][0, 0].numel()
+        self.channels = sum(x.shape[1] for x in maps)
+        self.spans = triton.cdiv(self.pixels, _SPAN)
+
+    def launch(self, kernel: Any, x: torch.Tensor, *tensors: Any, start: int = 0, **settings: Any) -> None:
+        """Launch a kernel on all tiles of the map ``x``, whose first channel is channel ``start`` of all."""
+        own = x.shape[1]
+        block = min(own & -own, _MAX_BLOCK)  # the largest power of two that divides it
+        rows = min(_ELEMENTS // block, triton.next_power_of_2(self.pixels), _SPAN)
+        kernel[(own // block, self.spans, self.images)](
+            x, *tensors, PIXELS=self.pixels, OWN=own, START=start, CHANNELS=self.channels, SPAN=_SPAN, ROWS=rows,
+            BLOCK=block, **settings,
+        )  # fmt: skip
+
+    def empty(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Return a new float32 tensor [images, *shape, channels] on the device of ``like``."""
+        return torch.empty(self.images, *shape, self.channels, device=like.device)
+
+    def channel_sums(self, *maps: torch.Tensor) -> torch.Tensor:
+        """Return the sum and the sum of squares of every channel of an image, in one or more parts."""
+        sums, start = self.empty(maps[0], self.spans, 2), 0
+        for x in maps:
+            self.launch(_sums_kernel, x, sums, start=start)
+            start += x.shape[1]
+        return sums
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: nn.GroupNorm,
+        silu: bool,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        before: torch.Tensor | None,
+        scale_shift: torch.Tensor | None,
+        *maps: torch.Tensor,
+    ) -> torch.Tensor:
+        tiles, first = _Tiles(*maps), maps[0]
+        sums, table, start = tiles.channel_sums(*maps), tiles.empty(first, 4), 0
+        ctx.groups = {
+            "PIXELS": tiles.pixels, "CHANNELS": tiles.channels, "GROUPS": norm.num_groups, "SPANS": tiles.spans,
+            "MEMBERS": triton.next_power_of_2(tiles.channels // norm.num_groups),
+            "HAS_SCALE_SHIFT": scale_shift is not None,
+        }  # fmt: skip
+        stride = 0 if before is None or before.dim() == 1 else tiles.channels
+        _table_kernel[(tiles.images,)](
+            sums, before, stride, weight, bias, scale_shift, table, norm.eps, HAS_BEFORE=before is not None,
+            **ctx.groups,
+        )  # fmt: skip
+        out = first.new_empty((len(first), tiles.channels, *first.shape[2:])).to(memory_format=torch.channels_last)
+        for x in maps:
+            tiles.launch(_apply_kernel, x, table, out, start=start, SILU=silu)
+            start += x.shape[1]
+        ctx.silu, ctx.before = silu, None if before is None else before.dim()
+        ctx.save_for_backward(weight, bias, scale_shift, sums, table, *maps)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight, bias, scale_shift, sums, table, *maps = ctx.saved_tensors
+        tiles, first, start = _Tiles(*maps), maps[0], 0
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        gradient_sums = tiles.empty(first, tiles.spans, 2)
+        for x in maps:
+            tiles.launch(_gradient_sums_kernel, x, table, gradient, gradient_sums, start=start, SILU=ctx.silu)
+            start += x.shape[1]
+        coefficients, of_affine, of_before = tiles.empty(first, 2), tiles.empty(first, 2), tiles.empty(first)
+        of_scale_shift = None if scale_shift is None else torch.empty_like(scale_shift)
+        _gradient_table_kernel[(tiles.images,)](
+            sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_affine, of_before, of_scale_shift,
+            **ctx.groups,
+        )  # fmt: skip
+        of_weight, of_bias = of_affine.sum(0)
+        of_maps, start = [torch.empty_like(x) for x in maps], 0
+        for x, out in zip(maps, of_maps, strict=True):
+            tiles.launch(_gradient_apply_kernel, x, table, coefficients, gradient, out, start=start, SILU=ctx.silu)
+            start += x.shape[1]
+        summed = None if ctx.before is None else of_before.sum(0) if ctx.before == 1 else of_before
+        return None, None, of_weight, of_bias, summed, of_scale_shift, *of_maps
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, doubled: bool) -> torch.Tensor:
+        images, channels, height, width = x.shape
+        ctx.doubled, ctx.has_y, block = doubled, y is not None, 2048
+        out = torch.empty_like(x)
+        if doubled:
+            out = x.new_empty(images, channels, 2 * height, 2 * width).to(memory_format=torch.channels_last)
+        _add_kernel[(triton.cdiv(x.numel(), block),)](
+            x, y, bias, out, x.numel(), CHANNELS=channels, WIDTH=width, HAS_Y=y is not None, DOUBLES=doubled,
+            BLOCK=block,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.doubled:
+            gradient = F.avg_pool2d(gradient, 2, divisor_override=1)
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        of_bias = _Tiles(gradient).channel_sums(gradient)[:, :, 0].sum((0, 1))
+        return gradient, gradient if ctx.has_y else None, of_bias, None
+
+
+def normalise(
+    norm: nn.GroupNorm,
+    *maps: torch.Tensor,
+    before: torch.Tensor | None = None,
+    scale_shift: torch.Tensor | None = None,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Return GroupNorm of ``x + before``, optionally ``· (1 + scale) + shift``, then optionally SiLU.
+
+    x is the concatenation of ``maps``, each ``[N, C, H, W]``. ``before`` is ``[C]`` or ``[N, C]``, such as the bias of
+    the preceding convolution; ``scale_shift`` is ``[N, 2C]``.
+    """
+    last = [x.contiguous(memory_format=torch.channels_last) for x in maps]
+    scale_shift = None if scale_shift is None else scale_shift.contiguous()
+    out: torch.Tensor = _Normalise.apply(norm, silu, norm.weight, norm.bias, before, scale_shift, *last)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add(x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, *, doubled: bool = False) -> torch.Tensor:
+    """Return ``x + y + bias`` of maps ``[N, C, H, W]``; ``doubled``: with sides doubled by nearest neighbours."""
+    last = [each if each is None else each.contiguous(memory_format=torch.channels_last) for each in (x, y)]
+    out: torch.Tensor = _Add.apply(*last, bias, doubled)  # type: ignore[no-untyped-call]
+    return out
