@@ -17,41 +17,41 @@ import triton.language as tl
 from torch import nn
 from torch.nn import functional as F
 
-_ELEMENTS, _SPAN, _MAX_BLOCK = 4096, 256, 64
-"""Elements that a program reads at once, rows (pixels) that it processes, and its largest number of channels."""
-# A program's part of a map: the channels ``pid 0`` of one of the maps that are normalised together (OWN channels, which
-# begin at START of CHANNELS), the rows ``pid 1`` and the image ``pid 2``.
+_ELEMENTS, _SPAN, _MAX_BLOCK, _WARPS = 4096, 256, 64, 4
+"""Elements that a program reads at once, rows (pixels) that it processes, its largest number of channels
+and its warps."""
+
+# A program's part of a map: the channels ``pid 0`` of one of the maps that are normalised together (its ``own``
+# channels follow the ``start`` channels of others), the rows ``pid 1`` and the image ``pid 2``.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(  # type: ignore[no-untyped-def]
-    x, sums, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, sums, pixels, own, start, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Store the sum and the sum of squares of each channel over this program's rows."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     total = tl.zeros([ROWS, BLOCK], tl.float32)  # summed over rows once, at the end, since that synchronises threads
     squared = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, SPAN, ROWS):
-        row = span * SPAN + start + tl.arange(0, ROWS)
-        at = (image * PIXELS + row[:, None]) * OWN + channel[None, :]
-        value = tl.load(x + at, mask=(row < PIXELS)[:, None], other=0).to(tl.float32)
+    for step in range(0, SPAN, ROWS):
+        row = span * SPAN + step + tl.arange(0, ROWS)
+        at = (image * pixels + row[:, None]) * own + channel[None, :]
+        value = tl.load(x + at, mask=(row < pixels)[:, None], other=0).to(tl.float32)
         total += value
         squared += value * value
-    to = sums + (image * tl.num_programs(1) + span) * 2 * CHANNELS + START + channel
+    to = sums + (image * tl.num_programs(1) + span) * 2 * channels + start + channel
     tl.store(to, tl.sum(total, 0))
-    tl.store(to + CHANNELS, tl.sum(squared, 0))
+    tl.store(to + channels, tl.sum(squared, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _table_kernel(  # type: ignore[no-untyped-def]
-    sums, before, before_stride, weight, bias, scale_shift, table, eps, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
-    GROUPS: tl.constexpr, SPANS: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    sums, before, before_stride, weight, bias, scale_shift, table, eps, pixels, channels, SPANS: tl.constexpr,
+    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store an image's table: mean and variance of each group, as a factor and an offset of each channel."""
-    size: tl.constexpr = CHANNELS // GROUPS
+    size = channels // GROUPS
     image = tl.program_id(0).to(tl.int64)
     member = tl.arange(0, MEMBERS)
     channel = tl.arange(0, GROUPS)[:, None] * size + member[None, :]
@@ -59,50 +59,50 @@ def _table_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([GROUPS, MEMBERS], tl.float32)
     squared = tl.zeros([GROUPS, MEMBERS], tl.float32)
     for span in range(SPANS):
-        at = sums + (image * SPANS + span) * 2 * CHANNELS + channel
+        at = sums + (image * SPANS + span) * 2 * channels + channel
         total += tl.load(at, mask=real, other=0)
-        squared += tl.load(at + CHANNELS, mask=real, other=0)
+        squared += tl.load(at + channels, mask=real, other=0)
     added = tl.zeros([GROUPS, MEMBERS], tl.float32)
     if HAS_BEFORE:
         added = tl.load(before + image * before_stride + channel, mask=real, other=0).to(tl.float32)
-        squared += (2 * total + PIXELS * added) * added
-        total += PIXELS * added
-    mean = tl.sum(total, 1) / (PIXELS * size)
-    variance = tl.sum(squared, 1) / (PIXELS * size) - mean * mean
+        squared += (2 * total + pixels * added) * added
+        total += pixels * added
+    mean = tl.sum(total, 1) / (pixels * size)
+    variance = tl.sum(squared, 1) / (pixels * size) - mean * mean
     inverse = (1 / tl.sqrt(tl.maximum(variance, 0.0) + eps))[:, None]
     shifted = added - mean[:, None]
     factor = inverse * tl.load(weight + channel, mask=real, other=0).to(tl.float32)
     offset = tl.load(bias + channel, mask=real, other=0).to(tl.float32) + shifted * factor
     if HAS_SCALE_SHIFT:
-        at = scale_shift + image * 2 * CHANNELS + channel
+        at = scale_shift + image * 2 * channels + channel
         scale = 1 + tl.load(at, mask=real, other=0).to(tl.float32)
         factor *= scale
-        offset = offset * scale + tl.load(at + CHANNELS, mask=real, other=0).to(tl.float32)
-    to = table + image * 4 * CHANNELS + channel
+        offset = offset * scale + tl.load(at + channels, mask=real, other=0).to(tl.float32)
+    to = table + image * 4 * channels + channel
     tl.store(to, factor, mask=real)
-    tl.store(to + CHANNELS, offset, mask=real)
-    tl.store(to + 2 * CHANNELS, shifted, mask=real)
-    tl.store(to + 3 * CHANNELS, inverse + tl.zeros([GROUPS, MEMBERS], tl.float32), mask=real)
+    tl.store(to + channels, offset, mask=real)
+    tl.store(to + 2 * channels, shifted, mask=real)
+    tl.store(to + 3 * channels, inverse + tl.zeros([GROUPS, MEMBERS], tl.float32), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply_kernel(  # type: ignore[no-untyped-def]
-    x, table, out, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr,
-    SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, table, out, pixels, own, start, channels, SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the normalised channels of this program."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = table + image * 4 * CHANNELS + START + channel
-    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
-    for start in range(0, SPAN, ROWS):
-        row = span * SPAN + start + tl.arange(0, ROWS)
-        inside = (row < PIXELS)[:, None]
-        pixel = image * PIXELS + row[:, None]
-        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32) * factor + offset
+    entry = table + image * 4 * channels + start + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + channels)[None, :]
+    for step in range(0, SPAN, ROWS):
+        row = span * SPAN + step + tl.arange(0, ROWS)
+        inside = (row < pixels)[:, None]
+        pixel = image * pixels + row[:, None]
+        value = tl.load(x + pixel * own + channel[None, :], mask=inside, other=0).to(tl.float32) * factor + offset
         if SILU:
             value = value * tl.sigmoid(value)
-        tl.store(out + pixel * CHANNELS + START + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + pixel * channels + start + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,42 +116,41 @@ def _through_silu(z, gradient, SILU: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_sums_kernel(  # type: ignore[no-untyped-def]
-    x, table, gradient, sums, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr,
-    SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, table, gradient, sums, pixels, own, start, channels, SILU: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of the gradient of SiLU's input, and of its product with x, over this program's rows."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = table + image * 4 * CHANNELS + START + channel
-    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
+    entry = table + image * 4 * channels + start + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + channels)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     product = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, SPAN, ROWS):
-        row = span * SPAN + start + tl.arange(0, ROWS)
-        inside = (row < PIXELS)[:, None]
-        pixel = image * PIXELS + row[:, None]
-        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32)
-        came = tl.load(gradient + pixel * CHANNELS + START + channel[None, :], mask=inside, other=0).to(tl.float32)
+    for step in range(0, SPAN, ROWS):
+        row = span * SPAN + step + tl.arange(0, ROWS)
+        inside = (row < pixels)[:, None]
+        pixel = image * pixels + row[:, None]
+        value = tl.load(x + pixel * own + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = tl.load(gradient + pixel * channels + start + channel[None, :], mask=inside, other=0).to(tl.float32)
         came = _through_silu(value * factor + offset, came, SILU)
         total += came
         product += came * value
-    to = sums + (image * tl.num_programs(1) + span) * 2 * CHANNELS + START + channel
+    to = sums + (image * tl.num_programs(1) + span) * 2 * channels + start + channel
     tl.store(to, tl.sum(total, 0))
-    tl.store(to + CHANNELS, tl.sum(product, 0))
+    tl.store(to + channels, tl.sum(product, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_table_kernel(  # type: ignore[no-untyped-def]
     sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_affine, of_before, of_scale_shift,
-    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr,
-    HAS_SCALE_SHIFT: tl.constexpr, MEMBERS: tl.constexpr,
+    pixels, channels, SPANS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store an image's gradients of all inputs but x, and two coefficients of each channel for that of x.
 
     With z = SiLU's input, n = the normalised x and w = weight · (1 + scale), the gradient of x is
     factor · dz - inverse · mean(w · dz) - inverse · n · mean(w · dz · n); the means are those of a group.
     """
-    size: tl.constexpr = CHANNELS // GROUPS
+    size = channels // GROUPS
     image = tl.program_id(0).to(tl.int64)
     member = tl.arange(0, MEMBERS)
     channel = tl.arange(0, GROUPS)[:, None] * size + member[None, :]
@@ -160,82 +159,86 @@ def _gradient_table_kernel(  # type: ignore[no-untyped-def]
     dz = tl.zeros([GROUPS, MEMBERS], tl.float32)
     product = tl.zeros([GROUPS, MEMBERS], tl.float32)
     for span in range(SPANS):
-        at = (image * SPANS + span) * 2 * CHANNELS + channel
+        at = (image * SPANS + span) * 2 * channels + channel
         total += tl.load(sums + at, mask=real, other=0)
         dz += tl.load(gradient_sums + at, mask=real, other=0)
-        product += tl.load(gradient_sums + at + CHANNELS, mask=real, other=0)
-    entry = table + image * 4 * CHANNELS + channel
+        product += tl.load(gradient_sums + at + channels, mask=real, other=0)
+    entry = table + image * 4 * channels + channel
     factor = tl.load(entry, mask=real, other=0)
-    shifted = tl.load(entry + 2 * CHANNELS, mask=real, other=0)
-    inverse = tl.load(entry + 3 * CHANNELS, mask=real, other=0)
+    shifted = tl.load(entry + 2 * channels, mask=real, other=0)
+    inverse = tl.load(entry + 3 * channels, mask=real, other=0)
     product = inverse * (product + shifted * dz)
     scaled = tl.load(weight + channel, mask=real, other=0).to(tl.float32)
     scale = tl.zeros([GROUPS, MEMBERS], tl.float32) + 1
     if HAS_SCALE_SHIFT:
-        to = of_scale_shift + image * 2 * CHANNELS + channel
+        to = of_scale_shift + image * 2 * channels + channel
         own = tl.load(bias + channel, mask=real, other=0).to(tl.float32)
         tl.store(to, (scaled * product + own * dz).to(of_scale_shift.dtype.element_ty), mask=real)
-        tl.store(to + CHANNELS, dz.to(of_scale_shift.dtype.element_ty), mask=real)
-        scale += tl.load(scale_shift + image * 2 * CHANNELS + channel, mask=real, other=0).to(tl.float32)
+        tl.store(to + channels, dz.to(of_scale_shift.dtype.element_ty), mask=real)
+        scale += tl.load(scale_shift + image * 2 * channels + channel, mask=real, other=0).to(tl.float32)
         scaled *= scale
-    to = of_affine + image * 2 * CHANNELS + channel
+    to = of_affine + image * 2 * channels + channel
     tl.store(to, scale * product, mask=real)
-    tl.store(to + CHANNELS, scale * dz, mask=real)
-    mean = (tl.sum(scaled * dz, 1) / (PIXELS * size))[:, None]
-    mean_product = (tl.sum(scaled * product, 1) / (PIXELS * size))[:, None]
+    tl.store(to + channels, scale * dz, mask=real)
+    mean = (tl.sum(scaled * dz, 1) / (pixels * size))[:, None]
+    mean_product = (tl.sum(scaled * product, 1) / (pixels * size))[:, None]
     slope = -inverse * inverse * mean_product
     constant = shifted * slope - inverse * mean
-    to = coefficients + image * 2 * CHANNELS + channel
+    to = coefficients + image * 2 * channels + channel
     tl.store(to, slope, mask=real)
-    tl.store(to + CHANNELS, constant, mask=real)
-    tl.store(of_before + image * CHANNELS + channel, factor * dz + slope * total + constant * PIXELS, mask=real)
+    tl.store(to + channels, constant, mask=real)
+    tl.store(of_before + image * channels + channel, factor * dz + slope * total + constant * pixels, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_apply_kernel(  # type: ignore[no-untyped-def]
-    x, table, coefficients, gradient, out, PIXELS: tl.constexpr, OWN: tl.constexpr, START: tl.constexpr,
-    CHANNELS: tl.constexpr, SILU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, table, coefficients, gradient, out, pixels, own, start, channels, SILU: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of x for the channels of this program."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = table + image * 4 * CHANNELS + START + channel
-    factor, offset = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
-    entry = coefficients + image * 2 * CHANNELS + START + channel
-    slope, constant = tl.load(entry)[None, :], tl.load(entry + CHANNELS)[None, :]
-    for start in range(0, SPAN, ROWS):
-        row = span * SPAN + start + tl.arange(0, ROWS)
-        inside = (row < PIXELS)[:, None]
-        pixel = image * PIXELS + row[:, None]
-        value = tl.load(x + pixel * OWN + channel[None, :], mask=inside, other=0).to(tl.float32)
-        came = tl.load(gradient + pixel * CHANNELS + START + channel[None, :], mask=inside, other=0).to(tl.float32)
+    entry = table + image * 4 * channels + start + channel
+    factor, offset = tl.load(entry)[None, :], tl.load(entry + channels)[None, :]
+    entry = coefficients + image * 2 * channels + start + channel
+    slope, constant = tl.load(entry)[None, :], tl.load(entry + channels)[None, :]
+    for step in range(0, SPAN, ROWS):
+        row = span * SPAN + step + tl.arange(0, ROWS)
+        inside = (row < pixels)[:, None]
+        pixel = image * pixels + row[:, None]
+        value = tl.load(x + pixel * own + channel[None, :], mask=inside, other=0).to(tl.float32)
+        came = tl.load(gradient + pixel * channels + start + channel[None, :], mask=inside, other=0).to(tl.float32)
         came = _through_silu(value * factor + offset, came, SILU)
         value = factor * came + slope * value + constant
-        tl.store(out + pixel * OWN + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + pixel * own + channel[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]
-    x, y, bias, out, elements, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_Y: tl.constexpr,
-    DOUBLES: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, bias, out, width, pixels, own, start, channels, HAS_Y: tl.constexpr, DOUBLES: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store x + y + bias; if it doubles sides, each pixel as a square of four."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < elements
-    channel = at % CHANNELS
-    total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + channel, mask=inside).to(tl.float32)
-    if HAS_Y:
-        total += tl.load(y + at, mask=inside).to(tl.float32)
-    total = total.to(out.dtype.element_ty)
-    if DOUBLES:
-        pixel = at // CHANNELS
-        to = out + ((pixel // WIDTH * 4 * WIDTH) + pixel % WIDTH * 2) * CHANNELS + channel
-        tl.store(to, total, mask=inside)
-        tl.store(to + CHANNELS, total, mask=inside)
-        tl.store(to + 2 * WIDTH * CHANNELS, total, mask=inside)
-        tl.store(to + (2 * WIDTH + 1) * CHANNELS, total, mask=inside)
-    else:
-        tl.store(out + at, total, mask=inside)
+    """Store x + y + bias for the channels of this program; if it doubles sides, each pixel as a square of four."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    added = tl.load(bias + channel).to(tl.float32)[None, :]
+    for step in range(0, SPAN, ROWS):
+        row = span * SPAN + step + tl.arange(0, ROWS)
+        inside = (row < pixels)[:, None]
+        at = (image * pixels + row[:, None]) * own + channel[None, :]
+        total = tl.load(x + at, mask=inside, other=0).to(tl.float32) + added
+        if HAS_Y:
+            total += tl.load(y + at, mask=inside, other=0).to(tl.float32)
+        total = total.to(out.dtype.element_ty)
+        if DOUBLES:
+            corner = row // width * 4 * width + row % width * 2
+            to = out + (image * 4 * pixels + corner[:, None]) * own + channel[None, :]
+            tl.store(to, total, mask=inside)
+            tl.store(to + own, total, mask=inside)
+            tl.store(to + 2 * width * own, total, mask=inside)
+            tl.store(to + (2 * width + 1) * own, total, mask=inside)
+        else:
+            tl.store(out + at, total, mask=inside)
 
 
 class _Tiles:
@@ -252,9 +255,18 @@ class _Tiles:
         block = min(own & -own, _MAX_BLOCK)  # the largest power of two that divides it
         rows = min(_ELEMENTS // block, triton.next_power_of_2(self.pixels), _SPAN)
         kernel[(own // block, self.spans, self.images)](
-            x, *tensors, PIXELS=self.pixels, OWN=own, START=start, CHANNELS=self.channels, SPAN=_SPAN, ROWS=rows,
-            BLOCK=block, **settings,
-        )  # fmt: skip
+            x,
+            *tensors,
+            self.pixels,
+            own,
+            start,
+            self.channels,
+            SPAN=_SPAN,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=_WARPS,
+            **settings,
+        )
 
     def empty(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Return a new float32 tensor [images, *shape, channels] on the device of ``like``."""
@@ -284,7 +296,7 @@ class _Normalise(torch.autograd.Function):
         tiles, first = _Tiles(*maps), maps[0]
         sums, table, start = tiles.channel_sums(*maps), tiles.empty(first, 4), 0
         ctx.groups = {
-            "PIXELS": tiles.pixels, "CHANNELS": tiles.channels, "GROUPS": norm.num_groups, "SPANS": tiles.spans,
+            "pixels": tiles.pixels, "channels": tiles.channels, "GROUPS": norm.num_groups, "SPANS": tiles.spans,
             "MEMBERS": triton.next_power_of_2(tiles.channels // norm.num_groups),
             "HAS_SCALE_SHIFT": scale_shift is not None,
         }  # fmt: skip
@@ -293,7 +305,7 @@ class _Normalise(torch.autograd.Function):
             sums, before, stride, weight, bias, scale_shift, table, norm.eps, HAS_BEFORE=before is not None,
             **ctx.groups,
         )  # fmt: skip
-        out = first.new_empty((len(first), tiles.channels, *first.shape[2:])).to(memory_format=torch.channels_last)
+        out = _empty(first, tiles.channels, *first.shape[2:])
         for x in maps:
             tiles.launch(_apply_kernel, x, table, out, start=start, SILU=silu)
             start += x.shape[1]
@@ -328,15 +340,12 @@ class _Normalise(torch.autograd.Function):
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, doubled: bool) -> torch.Tensor:
-        images, channels, height, width = x.shape
-        ctx.doubled, ctx.has_y, block = doubled, y is not None, 2048
+        _, channels, height, width = x.shape
+        ctx.doubled, ctx.has_y = doubled, y is not None
         out = torch.empty_like(x)
         if doubled:
-            out = x.new_empty(images, channels, 2 * height, 2 * width).to(memory_format=torch.channels_last)
-        _add_kernel[(triton.cdiv(x.numel(), block),)](
-            x, y, bias, out, x.numel(), CHANNELS=channels, WIDTH=width, HAS_Y=y is not None, DOUBLES=doubled,
-            BLOCK=block,
-        )  # fmt: skip
+            out = _empty(x, channels, 2 * height, 2 * width)
+        _Tiles(x).launch(_add_kernel, x, y, bias, out, width, HAS_Y=y is not None, DOUBLES=doubled)
         return out
 
     @staticmethod
@@ -346,6 +355,11 @@ class _Add(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         of_bias = _Tiles(gradient).channel_sums(gradient)[:, :, 0].sum((0, 1))
         return gradient, gradient if ctx.has_y else None, of_bias, None
+
+
+def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a new map of another shape [C, H, W] with the images, type and device of a map."""
+    return torch.empty(len(x), *shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def normalise(
