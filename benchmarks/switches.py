@@ -128,8 +128,8 @@ def _compiled() -> list[Patch]:
 def _normalise() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import fused
 
-    def run(norm: Any, *maps: torch.Tensor, before: Any = None, scale_shift: Any = None, silu: bool = False) -> Any:
-        x = maps[0] if len(maps) == 1 else torch.cat(maps, dim=1)
+    def run(norm: Any, *maps: Any, before: Any = None, scale_shift: Any = None, silu: bool = False) -> Any:
+        x = torch.cat([each.values for each in maps], dim=1)
         if x.numel() == 1:  # a trial of the compiler; PyTorch's own GroupNorm refuses it
             return x
         by_channel = (-1, x.shape[1], 1, 1)
@@ -144,10 +144,11 @@ def _normalise() -> list[Patch]:
 
 def _add() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import fused
+    from fedeas_flwr.generators.diffusion.unet_kernels import with_sums
 
     def run(x: torch.Tensor, y: Any, bias: torch.Tensor, *, doubled: bool = False) -> Any:
         total = (x if y is None else x + y) + bias.view(1, -1, 1, 1)
-        return F.interpolate(total, scale_factor=2.0) if doubled else total
+        return with_sums(F.interpolate(total, scale_factor=2.0) if doubled else total)
 
     return [(fused, "add", lambda _: run)]
 

@@ -15,9 +15,11 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr.generators.diffusion.unet_kernels import add, normalise
+from fedeas_flwr.generators.diffusion.unet_kernels import Map, add, normalise, with_sums
 
 _BLOCKS = (blocks.DownBlock2D, blocks.AttnDownBlock2D, blocks.UpBlock2D, blocks.AttnUpBlock2D, blocks.UNetMidBlock2D)
+_CHANNELS = 8
+"""Channels that tensor cores need; an image's three are padded with zeros."""
 
 
 def fuse(unet: Any) -> None:
@@ -39,7 +41,7 @@ def fuse(unet: Any) -> None:
         if not _is_known(module):
             raise ValueError(f"this UNet has a {type(module).__name__} with other settings")
     device = next(unet.parameters()).device
-    normalise(nn.GroupNorm(1, 1, device=device), torch.zeros(1, 1, 1, 1, device=device))
+    normalise(nn.GroupNorm(1, 1, device=device), with_sums(torch.zeros(1, 1, 1, 1, device=device)))
     unet.to(memory_format=torch.channels_last)
     unet.forward = partial(_forward, unet)
 
@@ -81,7 +83,7 @@ def _forward(
             x = _attend(attention, _residual(resnet, time, x))
             skips.append(x)
         for downsampler in block.downsamplers or ():
-            x = _convolve(downsampler.conv, x)
+            x = _convolve(downsampler.conv, x.values)
             skips.append(x)
     first, *others = unet.mid_block.resnets
     x = _residual(first, time, x)
@@ -96,8 +98,8 @@ def _forward(
         x = _residual(last, time, x, skips.pop(), doubled=doubled and attention is None)
         x = _attend(attention, x, doubled=doubled)
         for upsampler in block.upsamplers or ():
-            x = _convolve(upsampler.conv, x)
-    return (_convolve(unet.conv_out, normalise(unet.conv_norm_out, x, silu=True)),)
+            x = _convolve(upsampler.conv, x.values)
+    return (_convolve(unet.conv_out, normalise(unet.conv_norm_out, x, silu=True)).values,)
 
 
 def _layers(block: Any) -> Iterator[tuple[Any, Any]]:
@@ -105,44 +107,48 @@ def _layers(block: Any) -> Iterator[tuple[Any, Any]]:
     return zip(block.resnets, getattr(block, "attentions", [None] * len(block.resnets)), strict=True)
 
 
-def _residual(layer: Any, time: torch.Tensor, *maps: torch.Tensor, doubled: bool = False) -> torch.Tensor:
+def _residual(layer: Any, time: torch.Tensor, *maps: Map, doubled: bool = False) -> Map:
     """Compute `ResnetBlock2D.forward` of concatenated maps; each bias is added by the following kernel."""
     embedded = layer.time_emb_proj(time)
-    hidden, bias = _without_bias(layer.conv1, normalise(layer.norm1, *maps, silu=True)), layer.conv1.bias
+    convolved = with_sums(_without_bias(layer.conv1, normalise(layer.norm1, *maps, silu=True)))
     if layer.time_embedding_norm == "scale_shift":
-        hidden = normalise(layer.norm2, hidden, before=bias, scale_shift=embedded, silu=True)
+        hidden = normalise(layer.norm2, convolved, before=layer.conv1.bias, scale_shift=embedded, silu=True)
     else:
-        hidden = normalise(layer.norm2, hidden, before=bias + embedded, silu=True)
+        hidden = normalise(layer.norm2, convolved, before=layer.conv1.bias + embedded, silu=True)
     hidden, bias = _without_bias(layer.conv2, layer.dropout(hidden)), layer.conv2.bias
+    values = [each.values for each in maps]
     if layer.conv_shortcut is None:
-        (shortcut,) = maps
+        (shortcut,) = values
     else:
-        shortcut = _project(layer.conv_shortcut.weight.flatten(1), *maps)
+        shortcut = _project(layer.conv_shortcut.weight.flatten(1), *values)
         bias = bias if layer.conv_shortcut.bias is None else bias + layer.conv_shortcut.bias
     return add(shortcut, hidden, bias, doubled=doubled)
 
 
-def _attend(layer: Any, x: torch.Tensor, *, doubled: bool = False) -> torch.Tensor:
+def _attend(layer: Any, x: Map, *, doubled: bool = False) -> Map:
     """Compute `Attention.forward`; without a layer return ``x``."""
     if layer is None:
         return x
-    tokens = _tokens(x if layer.group_norm is None else normalise(layer.group_norm, x))
+    values = x.values
+    tokens = _tokens(values if layer.group_norm is None else normalise(layer.group_norm, x))
     inputs = (layer.to_q, layer.to_k, layer.to_v)
     weight, bias = torch.cat([each.weight for each in inputs]), torch.cat([each.bias for each in inputs])
-    split = F.linear(tokens, weight, bias).view(len(x), -1, 3, layer.heads, x.shape[1] // layer.heads)
+    split = F.linear(tokens, weight, bias).view(len(values), -1, 3, layer.heads, values.shape[1] // layer.heads)
     attended = F.scaled_dot_product_attention(*split.permute(2, 0, 3, 1, 4))
     attended = attended.transpose(1, 2).reshape(tokens.shape)
     output = layer.to_out[0]
-    return add(x, _as_map(F.linear(attended, output.weight), x), output.bias, doubled=doubled)
+    return add(values, _as_map(F.linear(attended, output.weight), values), output.bias, doubled=doubled)
 
 
-def _convolve(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    convolved = _without_bias(layer, x)
-    return convolved if layer.bias is None else add(convolved, None, layer.bias)
+def _convolve(layer: Any, x: torch.Tensor) -> Map:
+    return add(_without_bias(layer, x), None, layer.bias)
 
 
-def _without_bias(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+def _without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = layer.weight
+    if (lacking := _CHANNELS - x.shape[1]) > 0:
+        x, weight = (F.pad(each, (0, 0, 0, 0, 0, lacking)) for each in (x, weight))
+    return F.conv2d(x, weight, None, layer.stride, layer.padding)
 
 
 def _project(weight: torch.Tensor, *maps: torch.Tensor) -> torch.Tensor:
@@ -150,7 +156,7 @@ def _project(weight: torch.Tensor, *maps: torch.Tensor) -> torch.Tensor:
     parts = torch.split(weight, [x.shape[1] for x in maps], 1)
     out = F.linear(_tokens(maps[0]), parts[0])
     for x, part in zip(maps[1:], parts[1:], strict=True):
-        out = torch.addmm(out, _tokens(x), part.t())
+        out.addmm_(_tokens(x), part.to(out.dtype).t())
     return _as_map(out, maps[0])
 
 

@@ -2,14 +2,15 @@
 
 Eager PyTorch normalises, scales, shifts and activates in one pass over memory each, adds a convolution's bias in
 another, concatenates skip connections in a third, and copies to a layout that its GroupNorm can read and back; that
-takes longer than the convolutions. Here one kernel sums a map's channels and another reads the map and writes what the
-next convolution reads. Maps are channels last: ``[N, C, H, W]`` in PyTorch's terms, ``[N, H, W, C]`` in memory.
-torch.compile finds some of this, but takes a minute or two in every process; these kernels take seconds.
+takes longer than the convolutions. Here a kernel that writes a map also sums its channels, and another one reads the
+map and writes what the next convolution reads. Maps are channels last: ``[N, C, H, W]`` in PyTorch's terms,
+``[N, H, W, C]`` in memory. torch.compile finds some of this, but takes a minute or two in every process; these kernels
+take seconds.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import nn
 from torch.nn import functional as F
 
-_ELEMENTS, _SPAN, _MAX_BLOCK, _WARPS = 4096, 256, 64, 4
+_ELEMENTS, _SPAN, _MAX_BLOCK, _WARPS = 2048, 128, 32, 2
 """Elements that a program reads at once, rows (pixels) that it processes, its largest number of channels
 and its warps."""
 
@@ -215,30 +216,39 @@ def _gradient_apply_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]
-    x, y, bias, out, width, pixels, own, start, channels, HAS_Y: tl.constexpr, DOUBLES: tl.constexpr,
+    x, y, bias, out, sums, width, pixels, own, start, channels, HAS_Y: tl.constexpr, DOUBLES: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store x + y + bias for the channels of this program; if it doubles sides, each pixel as a square of four."""
+    """Store x + y + bias for the channels of this program, and its sums; if it doubles sides, each pixel four times."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span, image = tl.program_id(1), tl.program_id(2).to(tl.int64)
     added = tl.load(bias + channel).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    squared = tl.zeros([ROWS, BLOCK], tl.float32)
     for step in range(0, SPAN, ROWS):
         row = span * SPAN + step + tl.arange(0, ROWS)
         inside = (row < pixels)[:, None]
         at = (image * pixels + row[:, None]) * own + channel[None, :]
-        total = tl.load(x + at, mask=inside, other=0).to(tl.float32) + added
+        value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + added
         if HAS_Y:
-            total += tl.load(y + at, mask=inside, other=0).to(tl.float32)
-        total = total.to(out.dtype.element_ty)
+            value += tl.load(y + at, mask=inside, other=0).to(tl.float32)
+        value = value.to(out.dtype.element_ty)
         if DOUBLES:
             corner = row // width * 4 * width + row % width * 2
             to = out + (image * 4 * pixels + corner[:, None]) * own + channel[None, :]
-            tl.store(to, total, mask=inside)
-            tl.store(to + own, total, mask=inside)
-            tl.store(to + 2 * width * own, total, mask=inside)
-            tl.store(to + (2 * width + 1) * own, total, mask=inside)
+            tl.store(to, value, mask=inside)
+            tl.store(to + own, value, mask=inside)
+            tl.store(to + 2 * width * own, value, mask=inside)
+            tl.store(to + (2 * width + 1) * own, value, mask=inside)
         else:
-            tl.store(out + at, total, mask=inside)
+            tl.store(out + at, value, mask=inside)
+            stored = tl.where(inside, value.to(tl.float32), 0.0)
+            total += stored
+            squared += stored * stored
+    if not DOUBLES:
+        to = sums + (image * tl.num_programs(1) + span) * 2 * own + channel
+        tl.store(to, tl.sum(total, 0))
+        tl.store(to + own, tl.sum(squared, 0))
 
 
 class _Tiles:
@@ -272,13 +282,21 @@ class _Tiles:
         """Return a new float32 tensor [images, *shape, channels] on the device of ``like``."""
         return torch.empty(self.images, *shape, self.channels, device=like.device)
 
-    def channel_sums(self, *maps: torch.Tensor) -> torch.Tensor:
-        """Return the sum and the sum of squares of every channel of an image, in one or more parts."""
-        sums, start = self.empty(maps[0], self.spans, 2), 0
-        for x in maps:
-            self.launch(_sums_kernel, x, sums, start=start)
-            start += x.shape[1]
-        return sums
+
+class Map(NamedTuple):
+    """A map, and for each image and some of its rows the sum and the sum of squares of every channel."""
+
+    values: torch.Tensor
+    sums: torch.Tensor
+
+
+def with_sums(x: torch.Tensor) -> Map:
+    """Return a map ``[N, C, H, W]`` and its sums."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    tiles = _Tiles(x)
+    sums = tiles.empty(x, tiles.spans, 2)
+    tiles.launch(_sums_kernel, x.detach(), sums)
+    return Map(x, sums)
 
 
 class _Normalise(torch.autograd.Function):
@@ -291,10 +309,11 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor,
         before: torch.Tensor | None,
         scale_shift: torch.Tensor | None,
+        sums: torch.Tensor,
         *maps: torch.Tensor,
     ) -> torch.Tensor:
         tiles, first = _Tiles(*maps), maps[0]
-        sums, table, start = tiles.channel_sums(*maps), tiles.empty(first, 4), 0
+        table, start = tiles.empty(first, 4), 0
         ctx.groups = {
             "pixels": tiles.pixels, "channels": tiles.channels, "GROUPS": norm.num_groups, "SPANS": tiles.spans,
             "MEMBERS": triton.next_power_of_2(tiles.channels // norm.num_groups),
@@ -334,27 +353,28 @@ class _Normalise(torch.autograd.Function):
             tiles.launch(_gradient_apply_kernel, x, table, coefficients, gradient, out, start=start, SILU=ctx.silu)
             start += x.shape[1]
         summed = None if ctx.before is None else of_before.sum(0) if ctx.before == 1 else of_before
-        return None, None, of_weight, of_bias, summed, of_scale_shift, *of_maps
+        return None, None, of_weight, of_bias, summed, of_scale_shift, None, *of_maps
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, doubled: bool) -> torch.Tensor:
-        _, channels, height, width = x.shape
+    def forward(
+        ctx: Any, x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, doubled: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (_, channels, height, width), tiles = x.shape, _Tiles(x)
         ctx.doubled, ctx.has_y = doubled, y is not None
-        out = torch.empty_like(x)
-        if doubled:
-            out = _empty(x, channels, 2 * height, 2 * width)
-        _Tiles(x).launch(_add_kernel, x, y, bias, out, width, HAS_Y=y is not None, DOUBLES=doubled)
-        return out
+        out = _empty(x, channels, *((2 * height, 2 * width) if doubled else (height, width)))
+        sums = tiles.empty(x, tiles.spans, 2)
+        tiles.launch(_add_kernel, x, y, bias, out, sums, width, HAS_Y=y is not None, DOUBLES=doubled)
+        ctx.mark_non_differentiable(sums)
+        return out, sums
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor, of_sums: torch.Tensor) -> Any:
         if ctx.doubled:
             gradient = F.avg_pool2d(gradient, 2, divisor_override=1)
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        of_bias = _Tiles(gradient).channel_sums(gradient)[:, :, 0].sum((0, 1))
-        return gradient, gradient if ctx.has_y else None, of_bias, None
+        came = with_sums(gradient)
+        return came.values, came.values if ctx.has_y else None, came.sums[:, :, 0].sum((0, 1)), None
 
 
 def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -364,24 +384,29 @@ def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 def normalise(
     norm: nn.GroupNorm,
-    *maps: torch.Tensor,
+    *maps: Map,
     before: torch.Tensor | None = None,
     scale_shift: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
     """Return GroupNorm of ``x + before``, optionally ``· (1 + scale) + shift``, then optionally SiLU.
 
-    x is the concatenation of ``maps``, each ``[N, C, H, W]``. ``before`` is ``[C]`` or ``[N, C]``, such as the bias of
+    x is the concatenation of ``maps``. ``before`` is ``[C]`` or ``[N, C]``, such as the bias of
     the preceding convolution; ``scale_shift`` is ``[N, 2C]``.
     """
-    last = [x.contiguous(memory_format=torch.channels_last) for x in maps]
+    values, sums = zip(*maps, strict=True)
+    together = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
     scale_shift = None if scale_shift is None else scale_shift.contiguous()
-    out: torch.Tensor = _Normalise.apply(norm, silu, norm.weight, norm.bias, before, scale_shift, *last)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        norm, silu, norm.weight, norm.bias, before, scale_shift, together, *values
+    )
     return out
 
 
-def add(x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, *, doubled: bool = False) -> torch.Tensor:
-    """Return ``x + y + bias`` of maps ``[N, C, H, W]``; ``doubled``: with sides doubled by nearest neighbours."""
+def add(x: torch.Tensor, y: torch.Tensor | None, bias: torch.Tensor, *, doubled: bool = False) -> Map:
+    """Return ``x + y + bias`` of maps ``[N, C, H, W]``.
+
+    ``doubled``: with sides doubled by nearest neighbours, for a convolution; its sums are undefined.
+    """
     last = [each if each is None else each.contiguous(memory_format=torch.channels_last) for each in (x, y)]
-    out: torch.Tensor = _Add.apply(*last, bias, doubled)  # type: ignore[no-untyped-call]
-    return out
+    return Map(*_Add.apply(*last, bias, doubled))  # type: ignore[no-untyped-call]
