@@ -143,8 +143,8 @@ def _gradient_sums_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_table_kernel(  # type: ignore[no-untyped-def]
-    sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_affine, of_before, of_scale_shift,
-    pixels, channels, SPANS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
+    sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_vectors, of_scale_shift, pixels, channels,
+    SPANS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, HAS_SCALE_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store an image's gradients of all inputs but x, and two coefficients of each channel for that of x.
 
@@ -178,9 +178,6 @@ def _gradient_table_kernel(  # type: ignore[no-untyped-def]
         tl.store(to + channels, dz.to(of_scale_shift.dtype.element_ty), mask=real)
         scale += tl.load(scale_shift + image * 2 * channels + channel, mask=real, other=0).to(tl.float32)
         scaled *= scale
-    to = of_affine + image * 2 * channels + channel
-    tl.store(to, scale * product, mask=real)
-    tl.store(to + channels, scale * dz, mask=real)
     mean = (tl.sum(scaled * dz, 1) / (pixels * size))[:, None]
     mean_product = (tl.sum(scaled * product, 1) / (pixels * size))[:, None]
     slope = -inverse * inverse * mean_product
@@ -188,7 +185,10 @@ def _gradient_table_kernel(  # type: ignore[no-untyped-def]
     to = coefficients + image * 2 * channels + channel
     tl.store(to, slope, mask=real)
     tl.store(to + channels, constant, mask=real)
-    tl.store(of_before + image * channels + channel, factor * dz + slope * total + constant * pixels, mask=real)
+    to = of_vectors + image * 3 * channels + channel
+    tl.store(to, scale * product, mask=real)
+    tl.store(to + channels, scale * dz, mask=real)
+    tl.store(to + 2 * channels, factor * dz + slope * total + constant * pixels, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -341,19 +341,20 @@ class _Normalise(torch.autograd.Function):
         for x in maps:
             tiles.launch(_gradient_sums_kernel, x, table, gradient, gradient_sums, start=start, SILU=ctx.silu)
             start += x.shape[1]
-        coefficients, of_affine, of_before = tiles.empty(first, 2), tiles.empty(first, 2), tiles.empty(first)
+        coefficients, of_vectors = tiles.empty(first, 2), tiles.empty(first, 3)
         of_scale_shift = None if scale_shift is None else torch.empty_like(scale_shift)
         _gradient_table_kernel[(tiles.images,)](
-            sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_affine, of_before, of_scale_shift,
+            sums, gradient_sums, table, weight, bias, scale_shift, coefficients, of_vectors, of_scale_shift,
             **ctx.groups,
         )  # fmt: skip
-        of_weight, of_bias = of_affine.sum(0)
+        of_weight, of_bias, of_before = of_vectors.sum(0)
         of_maps, start = [torch.empty_like(x) for x in maps], 0
         for x, out in zip(maps, of_maps, strict=True):
             tiles.launch(_gradient_apply_kernel, x, table, coefficients, gradient, out, start=start, SILU=ctx.silu)
             start += x.shape[1]
-        summed = None if ctx.before is None else of_before.sum(0) if ctx.before == 1 else of_before
-        return None, None, of_weight, of_bias, summed, of_scale_shift, None, *of_maps
+        if ctx.before != 1:
+            of_before = of_vectors[:, 2] if ctx.before else None
+        return None, None, of_weight, of_bias, of_before, of_scale_shift, None, *of_maps
 
 
 class _Add(torch.autograd.Function):
