@@ -131,7 +131,7 @@ def train(dataset: Dataset, options: argparse.Namespace, sigma: float, steps: in
     # The last tenth of the steps has most of the weight in the average.
     preset = replace(PRESET, learning_rate=options.learning_rate, warm_up=steps // 10, ema_decay=1 - 10 / (steps + 10))
     preset = replace(preset, batch=options.batch * options.copies)
-    trainer = Trainer(preset, dataset, seed=SEED, device=options.device, compiled=False)
+    trainer = Trainer(preset, dataset, seed=SEED, device=options.device)
     parameters, gradients = list(trainer.unet.parameters()), ImageGradients(trainer.unet, options.copies)
     images = torch.tensor(dataset.x_train, device=trainer.device).permute(0, 3, 1, 2).contiguous()
     labels = torch.tensor(dataset.y_train, device=trainer.device)

@@ -128,11 +128,12 @@ def _compiled() -> list[Patch]:
 def _normalise() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import fused
 
-    def run(norm: Any, x: torch.Tensor, *, before: Any = None, scale_shift: Any = None, silu: bool = False) -> Any:
+    def run(norm: Any, *maps: Any, before: Any = None, scale_shift: Any = None, silu: bool = False) -> Any:
+        x = torch.cat([each.values for each in maps], dim=1)
         if x.numel() == 1:  # a trial of the compiler; PyTorch's own GroupNorm refuses it
             return x
-        by_channel = (-1, x.shape[1], *[1] * (x.dim() - 2))
-        x = type(norm).forward(norm, x if before is None else x + before.view(by_channel))
+        by_channel = (-1, x.shape[1], 1, 1)
+        x = norm(x if before is None else x + before.view(by_channel))
         if scale_shift is not None:
             scale, shift = scale_shift.chunk(2, dim=1)
             x = x * (1 + scale.view(by_channel)) + shift.view(by_channel)
@@ -143,20 +144,19 @@ def _normalise() -> list[Patch]:
 
 def _add() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import fused
+    from fedeas_flwr.generators.diffusion.unet_kernels import with_sums
 
-    return [(fused, "add", lambda _: lambda x, y, bias: x + y + bias.view(1, -1, 1, 1))]
+    def run(x: torch.Tensor, y: Any, bias: torch.Tensor, *, doubled: bool = False) -> Any:
+        total = (x if y is None else x + y) + bias.view(1, -1, 1, 1)
+        return with_sums(F.interpolate(total, scale_factor=2.0) if doubled else total)
 
-
-def _upsample() -> list[Patch]:
-    from fedeas_flwr.generators.diffusion import fused
-
-    return [(fused, "_upsample", lambda _: lambda block, *given, **more: type(block).forward(block, *given, **more))]
+    return [(fused, "add", lambda _: run)]
 
 
 def _fused() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import sampler
 
-    return [(sampler, "_fuse", lambda _: lambda unet: unet.to(memory_format=torch.channels_last))]
+    return [(sampler, "try_to_fuse", lambda _: lambda unet: unet.to(memory_format=torch.channels_last))]
 
 
 def _denoising_graph() -> list[Patch]:
@@ -172,7 +172,7 @@ def _compiled_unet() -> list[Patch]:
         unet.to(memory_format=torch.channels_last)
         unet.compile(mode="reduce-overhead")
 
-    return [(sampler, "_fuse", lambda _: compiling), *_denoising_graph()]
+    return [(sampler, "try_to_fuse", lambda _: compiling), *_denoising_graph()]
 
 
 TRAINING: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
@@ -188,9 +188,8 @@ TRAINING: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "graphs": ("CUDA graphs of the steps, and the launcher", _graphs),
 }
 GENERATION: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
-    "normalise": ("GroupNorm, scale, shift and SiLU (fused.py)", _normalise),
-    "add": ("sum of two maps and a bias (fused.py)", _add),
-    "upsample": ("upsampling without a change of layout (fused.py)", _upsample),
+    "normalise": ("GroupNorm, scale, shift and SiLU of concatenated maps (unet_kernels.py)", _normalise),
+    "add": ("sum of maps and a bias, upsampled (unet_kernels.py)", _add),
     "fused": ("all of fused.py; the UNet is still channels last", _fused),
     "graph": ("the CUDA graph of a denoising step", _denoising_graph),
 }

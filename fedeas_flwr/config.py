@@ -322,6 +322,10 @@ class RunConfig(_Table):
     """number of sampler steps; 0: 20 for dpm++, 20 for dpm++-logsnr, 250 for ddim"""
     guidance: float = Field(1.0, ge=1, le=50)
     """classifier-free guidance scale; 1: no guidance"""
+    guidance_start: float = Field(0.0, ge=0, lt=1)
+    """fraction of the sampler's steps before the first one with guidance"""
+    guidance_stop: float = Field(1.0, gt=0, le=1)
+    """fraction of the sampler's steps after which there is no guidance; later steps take half the time"""
     guidance_rescale: float = Field(0.0, ge=0, le=1)
     """fraction to remove of the contrast that guidance adds; 0: remove nothing"""
     generation_batch: int = Field(0, ge=0, le=65_536)

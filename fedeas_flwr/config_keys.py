@@ -72,18 +72,20 @@ PARTITION_KEYS = (
 """Keys that determine which client holds which images."""
 _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
 """Setting of a policy → its key."""
+_GUIDANCE_KEYS = ("guidance-start", "guidance-stop", "guidance-rescale")
+"""Keys without effect if there is no guidance."""
 _IMAGE_KEYS = (
     "generator",
     "sampler",
     "sampler-steps",
     "guidance",
-    "guidance-rescale",
+    *_GUIDANCE_KEYS,
     "generation-batch",
     "generation-precision",
     "shared-images",
     "min-class-agreement",
 )
-_DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
+_DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", *_GUIDANCE_KEYS, "generation-precision")
 """Image keys that apply to diffusion models in a folder only."""
 GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
@@ -114,7 +116,7 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     if not config.generates:
         unused.update(_IMAGE_KEYS)
     if config.guidance == 1:
-        unused.add("guidance-rescale")
+        unused.update(_GUIDANCE_KEYS)
     if not config.generator_spec.is_diffusion:
         unused.update(_DIFFUSION_KEYS)
     if config.generator_spec.kind == "bank":

@@ -188,6 +188,8 @@ def generate(
     guidance: Annotated[
         str, typer.Option(help="classifier-free guidance scale; 1 is none; with --report also several, such as 1,1.5,2")
     ] = "1",
+    guidance_start: Annotated[float, typer.Option(help="fraction of the steps before the first guided one")] = 0.0,
+    guidance_stop: Annotated[float, typer.Option(help="fraction of the steps after the last guided one")] = 1.0,
     guidance_rescale: Annotated[float, typer.Option(help="guidance rescale factor φ, 0 to 1")] = 0.0,
     generation_batch: Annotated[int, typer.Option(min=0, help="images per forward pass; 0: by device")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -206,7 +208,7 @@ def generate(
         reject_options(context, ["data_dir", "inception"], "--classifier compares with no real images")
     has_sampler = GeneratorSpec.parse(generator).is_diffusion
     if not has_sampler:
-        names = ["sampler", "sampler_steps", "guidance", "guidance_rescale"]
+        names = ["sampler", "sampler_steps", "guidance", "guidance_start", "guidance_stop", "guidance_rescale"]
         reject_options(context, names, "it applies only to diffusion models in a folder")
     if inception and not inception.is_file():  # checked before generating
         raise ConfigError(f"--inception: there is no file {inception}")
@@ -216,8 +218,9 @@ def generate(
     from fedeas_flwr.runs.listing import without_folder
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
+    guided = {"guidance-start": guidance_start, "guidance-stop": guidance_stop, "guidance-rescale": guidance_rescale}
     settings: list[dict[str, Any]] = [
-        {"sampler": sampler, "sampler-steps": steps, "guidance": scale, "guidance-rescale": guidance_rescale}
+        {"sampler": sampler, "sampler-steps": steps, "guidance": scale, **guided}
         for scale in _numbers("--guidance", guidance, float)
         for steps in _numbers("--sampler-steps", sampler_steps, int)
     ]

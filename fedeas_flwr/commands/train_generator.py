@@ -46,7 +46,6 @@ def train_generator(
     data_dir: Annotated[str, typer.Option(help="folder with CIFAR or Fashion-MNIST; default: the user cache")] = "",
     seed: Annotated[int, typer.Option(help="seed of the initial weights and all random numbers", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile on a GPU")] = True,
     half: Annotated[bool, typer.Option("--half", help="write float16 weights")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")] = False,
     start: Annotated[
@@ -101,7 +100,6 @@ def train_generator(
         data_dir=data_dir,
         seed=seed,
         device=device,
-        compiled=compiled,
         half=half,
         resume=resume,
         start=start,

@@ -134,5 +134,5 @@ class LazyGenerator:
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:
     """Return the run-config's keys that describe the origin of its images."""
-    keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "guidance-rescale")
-    return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith("generation-")}
+    keys, parts = ("generator", "dataset", "sampler", "sampler-steps"), ("guidance", "generation-")
+    return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}

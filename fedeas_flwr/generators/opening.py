@@ -25,6 +25,8 @@ def open_generator(
     sampler: str = "dpm++",
     steps: int | None = None,
     guidance: float = 1.0,
+    guidance_start: float = 0.0,
+    guidance_stop: float = 1.0,
     guidance_rescale: float = 0.0,
     batch_size: int | None = None,
     precision: str | None = None,
@@ -46,6 +48,8 @@ def open_generator(
         Solver steps; None: the sampler's default, 20 or 250.
     guidance
         Scale of classifier-free guidance; 1: no guidance.
+    guidance_start, guidance_stop
+        Fractions of the steps between which there is guidance.
     guidance_rescale
         Rescaling φ of the guided prediction to its standard deviation without guidance, 0 (none) to 1.
     batch_size
@@ -96,6 +100,8 @@ def open_generator(
         sampler=sampler,
         steps=steps,
         guidance=guidance,
+        guidance_start=guidance_start,
+        guidance_stop=guidance_stop,
         guidance_rescale=guidance_rescale,
         batch_size=batch_size,
         precision=precision,
@@ -170,6 +176,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "sampler": config.sampler,
         "steps": config.sampler_steps or None,
         "guidance": config.guidance,
+        "guidance_start": config.guidance_start,
+        "guidance_stop": config.guidance_stop,
         "guidance_rescale": config.guidance_rescale,
         "batch_size": config.generation_batch or None,
         "precision": None if config.generation_precision == "auto" else config.generation_precision,
@@ -188,6 +196,7 @@ def _naming_keys() -> Iterator[None]:
 
 
 _KEYS = {
+    "guidance_start": "guidance-start",
     "guidance_rescale": "guidance-rescale",
     "steps": "sampler-steps",
     "batch_size": "generation-batch",

@@ -146,8 +146,7 @@ _GENERATOR_KEYS = (
     "generator_training",
     "sampler",
     "sampler_steps",
-    "guidance",
-    "guidance_rescale",
+    *("guidance", "guidance_start", "guidance_stop", "guidance_rescale"),
     "generation_batch",
     "generation_precision",
 )

@@ -443,8 +443,8 @@ def test_generate_writes_a_report_and_a_bank(tmp_path: Path, digits_generator: P
     assert report["samples"] == 120
     assert report["class_agreement"] > 0.8 and report["classifier_test_accuracy"] > 0.95
     assert report["exact_copies"] == 0
-    said = ("generator", "sampler", "sampler-steps", "guidance", "guidance-rescale", "seed", "per-class")
-    assert [report[key] for key in said] == ["builtin", "dpm++", 20, 1.0, 0.0, 0, 12]
+    said = ("generator", "sampler", "sampler-steps", "guidance", "guidance-stop", "seed", "per-class")
+    assert [report[key] for key in said] == ["builtin", "dpm++", 20, 1.0, 1.0, 0, 12]
     words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
     bank, short = run_in_process(*words, "12", "--report", cwd=tmp_path), run_in_process(*words, "13", cwd=tmp_path)
     assert bank.returncode == 0, bank.stderr

@@ -346,11 +346,11 @@ def test_default_preset_depends_on_dataset_and_device(tmp_path: Path, monkeypatc
 def test_training_starts_from_given_weights_and_records_it(tmp_path: Path, device: str) -> None:
     """With three classes after ten, all four embeddings start as "no label", all other weights as given."""
     first, out = tmp_path / "first", tmp_path / "second"
-    assert train_generator("digits", first, TINY, steps=2, device=device, compiled=False)
+    assert train_generator("digits", first, TINY, steps=2, device=device)
     given = DiffusionGenerator(first, num_classes=10)._denoiser.unet.state_dict()
     x = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 1), dtype=np.uint8)
     three = Dataset("digits", ("a", "b", "c"), (0.5,), (0.2,), x, np.arange(9) % 3, x[:1], np.zeros(1, np.int64))
-    trainer = Trainer(TINY, three, device=device, compiled=False, start=first)
+    trainer = Trainer(TINY, three, device=device, start=first)
     for name, value in trainer.unet.state_dict().items():
         wanted = given[name][-1:].expand(4, -1) if name == "class_embedding.weight" else given[name]
         assert torch.equal(value.cpu(), wanted), name
@@ -362,9 +362,9 @@ def test_training_starts_from_given_weights_and_records_it(tmp_path: Path, devic
     def stop(now: Progress) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device, compiled=False)
+    assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device)
     shutil.rmtree(first)  # a resumed training does not read it again
-    assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device, compiled=False)
+    assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device)
     assert "**Initial weights**: `first` (sha256 " in (out / "README.md").read_text()
 
 

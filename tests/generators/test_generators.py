@@ -161,9 +161,11 @@ def test_rescaled_guidance_has_the_unguided_deviation(tiny: Path) -> None:
     )
 
 
-def test_guidance_one_needs_one_forward_pass_per_step(tiny: Path) -> None:
-    for guidance, passes in ((1.0, 4), (2.0, 8)):
-        generator, seen = open_tiny(tiny, guidance=guidance), []
+def test_only_guided_steps_need_two_forward_passes(tiny: Path) -> None:
+    middle = {"guidance_start": 0.25, "guidance_stop": 0.75}
+    settings: list[tuple[dict[str, Any], int]] = [({}, 4), ({"guidance": 2.0}, 8), ({"guidance": 2.0, **middle}, 6)]
+    for setting, passes in settings:
+        generator, seen = open_tiny(tiny, **setting), []
         generator._denoiser.unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         generator.sample(ids(3))
         assert len(seen) == passes
@@ -173,10 +175,11 @@ def test_fingerprint_depends_on_all_that_changes_pixels(tiny: Path, tmp_path: Pa
     base = open_tiny(tiny).fingerprint
     assert open_tiny(tiny).fingerprint == base
     settings: list[tuple[str, Any]] = [("steps", 5), ("guidance", 2), ("batch_size", 5), ("sampler", "ddim")]
-    changed = [open_tiny(tiny, **{key: value}) for key, value in [*settings, ("precision", "bf16")]]
+    guided = [open_tiny(tiny, guidance=2, **{key: 0.5}) for key in ("guidance_start", "guidance_stop")]
+    changed = [open_tiny(tiny, **{key: value}) for key, value in [*settings, ("precision", "bf16")]] + guided
     changed.append(open_tiny(save_tiny(tmp_path / "epsilon", prediction="epsilon")))
     changed.append(open_tiny(save_tiny(tmp_path / "half", half=True)))
-    assert len({base, *(generator.fingerprint for generator in changed)}) == 8
+    assert len({base, *(generator.fingerprint for generator in changed)}) == 10
     moved = save_tiny(tmp_path / "moved")
     config = json.loads((moved / "unet" / "config.json").read_text())
     (moved / "unet" / "config.json").write_text(json.dumps(config | {"_diffusers_version": "0.0"}))
@@ -276,6 +279,7 @@ def test_model_without_no_label_class_rejects_guidance(tmp_path: Path) -> None:
         ({"steps": 0}, "steps: 0 is not allowed; give 1 to 1000"),
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
+        ({"guidance_start": 0.5, "guidance_stop": 0.5}, "guidance_start: 0.5 is not allowed; give 0 or more, below"),
         ({"guidance_rescale": 1.5}, "guidance_rescale: 1.5 is not allowed; give 0 \\(none\\) to 1"),
         ({"batch_size": 0}, "batch_size: 0 is not allowed"),
         ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, dpm\+\+-logsnr, ddim"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,24 @@ def _uniform_log_snr_steps(log_snr: NDArray[np.float32], first: int, steps: int)
     return [int(time) for time in np.minimum.accumulate(np.maximum(times, steps - 1 - place) + place) - place]
 
 
+def try_to_fuse(unet: Any) -> None:
+    """Let a UNet on a GPU use the fused kernels; if it or this machine does not support them, log why it is slower."""
+    try:
+        from fedeas_flwr.generators.diffusion.fused import fuse
+
+        fuse(unet)
+    except Exception as error:  # a compiler raises many types
+        logger.warning("kernels not fused, the UNet is slower: %s", one_line(error))
+        unet.to(memory_format=torch.channels_last)
+
+
 class Denoiser:
     """Generates pixels from noise and labels with a UNet, which is on its device, in its precision and in eval mode.
 
     ``guidance`` is the classifier-free guidance scale; 1: no guidance. ``no_label`` is the label that means "no class",
-    which guidance needs. ``rescale`` (φ in Lin et al., 2024) is how far, from 0 to 1, guided predictions are rescaled
-    to the standard deviation without guidance.
+    which guidance needs. ``guided`` are the fractions of the steps at which guidance begins and ends (Kynkäänniemi et
+    al., 2024). ``rescale`` (φ in Lin et al., 2024) is how far, from 0 to 1, guided predictions are rescaled to the
+    standard deviation without guidance.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class Denoiser:
         sampler: str,
         steps: int,
         guidance: float = 1.0,
+        guided: tuple[float, float] = (0.0, 1.0),
         rescale: float = 0.0,
         no_label: int | None = None,
         precision: str = "fp32",
@@ -93,9 +107,10 @@ class Denoiser:
         self.unet = unet
         self._schedule, self._sampler, self._steps = schedule, sampler, steps
         self._guidance, self._rescale, self._no_label = guidance, rescale, no_label
+        self._guided = range(int(guided[0] * steps), int(guided[1] * steps)) if guidance != 1 else range(0)
         self._precision = precision
         self._device: torch.device = next(unet.parameters()).device
-        self._step: _Step | None = None
+        self._prepared: dict[bool, _Step] = {}
 
     def start(self, noise: NDArray[np.float32], labels: Sequence[int]) -> Callable[[], Pixels]:
         """Denoise one batch of noise ``[N, C, H, W]``; on a GPU, only queue the work.
@@ -105,30 +120,31 @@ class Denoiser:
         """
         with torch.no_grad(), self._on_device():
             x = self._send(torch.from_numpy(noise))
-            step = self._prepared(x, self._send(torch.tensor(labels)))
+            sent = self._send(torch.tensor(labels))
             solver = make_solver(self._sampler, self._schedule, self._steps)
-            for time in solver.timesteps:
+            for index, time in enumerate(solver.timesteps):
+                step = self._prepare(x, sent, index in self._guided)
                 x = solver.step(step(x, int(time)), time, x).prev_sample
             pixels = ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
             return self._fetch(pixels.contiguous(), x.isfinite().all())
 
-    def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the model's guided prediction in float32."""
+    def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor, guided: bool = True) -> torch.Tensor:
+        """Return the model's prediction in float32, with guidance if it has any."""
         given = x.to(self.unet.dtype)
         conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
-        if self._guidance == 1.0 or self._no_label is None:
+        if not guided or self._guidance == 1.0 or self._no_label is None:
             return conditional
         none = torch.full_like(labels, self._no_label)
         free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
-        guided = free + self._guidance * (conditional - free)
+        moved = free + self._guidance * (conditional - free)
         if not self._rescale:
-            return guided
-        before, after = (each.std((1, 2, 3), keepdim=True) for each in (conditional, guided))
-        return guided * (1 + self._rescale * (before / after - 1))
+            return moved
+        before, after = (each.std((1, 2, 3), keepdim=True) for each in (conditional, moved))
+        return moved * (1 + self._rescale * (before / after - 1))
 
-    def _predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor, guided: bool = True) -> torch.Tensor:
         with _arithmetic(self._device, self._precision):
-            return self.predict(x, time, labels)
+            return self.predict(x, time, labels, guided)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
         """Measure and return the peak memory of a forward pass, in bytes per image; CUDA only."""
@@ -146,20 +162,20 @@ class Denoiser:
         with capturing:  # no thread may synchronise the device during another thread's capture
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # queued batches still use the graph
-            self._step = None
+            self._prepared = {}
             release_cached_memory()
 
     def _on_device(self) -> AbstractContextManager[None]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _prepared(self, x: torch.Tensor, labels: torch.Tensor) -> _Step:
-        """Return the step for this batch size with its labels set."""
-        if self._step is not None and len(self._step.labels) != len(x):
+    def _prepare(self, x: torch.Tensor, labels: torch.Tensor, guided: bool) -> _Step:
+        """Return the step for this batch size, with or without guidance, with its labels set."""
+        if any(len(step.labels) != len(x) for step in self._prepared.values()):
             self.forget()
-        if self._step is None:
-            self._step = _Step(self._predict, x)
-        self._step.labels.copy_(labels)
-        return self._step
+        if guided not in self._prepared:
+            self._prepared[guided] = _Step(partial(self._predict, guided=guided), x)
+        self._prepared[guided].labels.copy_(labels)
+        return self._prepared[guided]
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":

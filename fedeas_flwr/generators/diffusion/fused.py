@@ -1,223 +1,170 @@
-"""Fused GroupNorm, scale, shift and SiLU of a UNet on a GPU: unfused, they take longer than the convolutions.
-
-Eager PyTorch normalises, scales, shifts and activates in one pass over memory each, adds a convolution's bias in
-another, and copies to a layout that its GroupNorm can read and back. Here one Triton kernel reads the channels-last map
-that one convolution wrote and writes the map that the next one reads. torch.compile finds the same fusion, but takes
-half a minute in every process; this takes a second.
-"""
+"""A UNet's forward pass with the kernels of `unet_kernels.py`, for sampling and for training on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+from diffusers.models.attention_processor import Attention
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.unets import unet_2d_blocks as blocks
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 from torch.nn import functional as F
 
-_WARPS, _ELEMENTS = 8, 4096
-"""Warps and elements of the map per program: enough loads to hide memory latency, few enough for the registers."""
+from fedeas_flwr.generators.diffusion.unet_kernels import Map, add, normalise, with_sums
+
+_BLOCKS = (blocks.DownBlock2D, blocks.AttnDownBlock2D, blocks.UpBlock2D, blocks.AttnUpBlock2D, blocks.UNetMidBlock2D)
+_CHANNELS = 8
+"""Channels that tensor cores need; an image's three are padded with zeros."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normalise_kernel(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    before,
-    weight,
-    bias,
-    scale_shift,
-    scratch,
-    before_stride,
-    eps,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    HAS_SCALE_SHIFT: tl.constexpr,
-    SILU: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Normalise one image: sum over its pixels, then read them again (from the L2 cache) and normalise."""
-    size: tl.constexpr = CHANNELS // GROUPS
-    image = tl.program_id(0).to(tl.int64)
-    x += image * PIXELS * CHANNELS
-    out += image * PIXELS * CHANNELS
-    scratch += image * 2 * WIDTH
-    channel = tl.arange(0, WIDTH)
-    is_channel = channel < CHANNELS
-    added = tl.zeros([WIDTH], tl.float32)
-    if HAS_BEFORE:
-        added = tl.load(before + image * before_stride + channel, mask=is_channel, other=0).to(tl.float32)
+def fuse(unet: Any) -> None:
+    """Replace a `UNet2DModel`'s forward by the fused one and its memory layout by channels last, in place.
 
-    totals = tl.zeros([ROWS, WIDTH], tl.float32)  # summed over rows once, at the end, since that synchronises threads
-    squared = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, PIXELS, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < PIXELS)[:, None] & is_channel[None, :]
-        value = tl.load(x + row[:, None] * CHANNELS + channel[None, :], mask=inside, other=0).to(tl.float32)
-        value = tl.where(inside, value + added[None, :], 0.0)
-        totals += value
-        squared += value * value
-
-    # Channel sums become group sums through memory: a group's width need not be a power of two.
-    tl.store(scratch + channel, tl.sum(totals, 0))
-    tl.store(scratch + WIDTH + channel, tl.sum(squared, 0))
-    tl.debug_barrier()
-    group = tl.arange(0, GROUPS)
-    member = tl.arange(0, GROUP_WIDTH)
-    members = group[:, None] * size + member[None, :]
-    is_member = (member < size)[None, :] & (group >= 0)[:, None]
-    number = PIXELS * size
-    mean = tl.sum(tl.load(scratch + members, mask=is_member, other=0), 1) / number
-    square = tl.sum(tl.load(scratch + WIDTH + members, mask=is_member, other=0), 1) / number
-    inverse = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
-    tl.debug_barrier()
-    tl.store(scratch + group, mean)
-    tl.store(scratch + WIDTH + group, inverse)
-    tl.debug_barrier()
-    own = tl.where(is_channel, channel // size, 0)
-    factor = tl.load(scratch + WIDTH + own) * tl.load(weight + channel, mask=is_channel, other=0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=is_channel, other=0).to(tl.float32)
-    offset += (added - tl.load(scratch + own)) * factor
-    if HAS_SCALE_SHIFT:
-        at = scale_shift + image * 2 * CHANNELS + channel
-        scale = 1 + tl.load(at, mask=is_channel, other=0).to(tl.float32)
-        factor *= scale
-        offset = offset * scale + tl.load(at + CHANNELS, mask=is_channel, other=0).to(tl.float32)
-
-    for start in range(0, PIXELS, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < PIXELS)[:, None] & is_channel[None, :]
-        where = row[:, None] * CHANNELS + channel[None, :]
-        value = tl.load(x + where, mask=inside, other=0).to(tl.float32) * factor[None, :] + offset[None, :]
-        if SILU:
-            value = value / (1 + tl.exp(-value))
-        tl.store(out + where, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_kernel(x, y, bias, out, elements, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < elements
-    total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(y + at, mask=inside).to(tl.float32)
-    total += tl.load(bias + at % CHANNELS, mask=inside).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-
-
-def normalise(
-    norm: nn.GroupNorm,
-    x: torch.Tensor,
-    *,
-    before: torch.Tensor | None = None,
-    scale_shift: torch.Tensor | None = None,
-    silu: bool = False,
-) -> torch.Tensor:
-    """Return GroupNorm of ``x + before``, optionally ``· (1 + scale) + shift``, then optionally SiLU.
-
-    ``x`` is ``[N, C, H, W]`` or ``[N, C, L]`` and is copied to channels last if necessary. ``before`` is ``[C]`` or
-    ``[N, C]``, such as the bias of the preceding convolution; ``scale_shift`` is ``[N, 2C]``.
+    Raises
+    ------
+    ValueError
+        If the fused forward does not know one of its layers. If Triton cannot compile, its error is raised. The UNet is
+        unchanged in both cases.
     """
-    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
-    channels, width = x.shape[1], triton.next_power_of_2(x.shape[1])
-    out, scratch = torch.empty_like(x), torch.empty(len(x), 2, width, device=x.device)
-    _normalise_kernel[(len(x),)](
-        x,
-        out,
-        before,
-        norm.weight,
-        norm.bias,
-        None if scale_shift is None else scale_shift.contiguous(),
-        scratch,
-        0 if before is None or before.dim() == 1 else channels,
-        norm.eps,
-        PIXELS=x[0, 0].numel(),
-        CHANNELS=channels,
-        GROUPS=norm.num_groups,
-        HAS_BEFORE=before is not None,
-        HAS_SCALE_SHIFT=scale_shift is not None,
-        SILU=silu,
-        WIDTH=width,
-        GROUP_WIDTH=triton.next_power_of_2(channels // norm.num_groups),
-        ROWS=max(1, _ELEMENTS // width),
-        num_warps=_WARPS,
-    )
-    return out
-
-
-def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return ``x + y + bias`` of two maps ``[N, C, H, W]``, channels last in memory."""
-    x, y = x.to(memory_format=torch.channels_last), y.to(memory_format=torch.channels_last)
-    out, block = torch.empty_like(x), 2048
-    _add_kernel[(triton.cdiv(x.numel(), block),)](x, y, bias, out, x.numel(), CHANNELS=x.shape[1], BLOCK=block)
-    return out
-
-
-def fuse(unet: nn.Module) -> None:
-    """Replace the forward of a UNet's blocks by the fused one, in place; other types of blocks keep theirs.
-
-    If Triton cannot compile, its error is raised and the UNet is unchanged.
-    """
-    from diffusers.models.resnet import ResnetBlock2D
-    from diffusers.models.upsampling import Upsample2D
-
-    device = next(unet.parameters()).device
-    normalise(nn.GroupNorm(1, 1, device=device), torch.zeros(1, 1, 1, 1, device=device))
+    config = unet.config
+    if config.center_input_sample or config.time_embedding_type != "positional" or config.class_embed_type is not None:
+        raise ValueError("this UNet has other embeddings")
+    for module in (*unet.down_blocks, unet.mid_block, *unet.up_blocks):
+        if not isinstance(module, _BLOCKS):
+            raise ValueError(f"this UNet has a {type(module).__name__}")
     for module in unet.modules():
-        if isinstance(module, ResnetBlock2D) and _is_plain(module):
-            module.forward = partial(_resnet_block, module)  # type: ignore[method-assign]
-        elif isinstance(module, Upsample2D) and module.interpolate and module.use_conv and module.norm is None:
-            module.forward = partial(_upsample, module)
-        elif isinstance(module, nn.GroupNorm) and _is_fusable(module):
-            module.forward = partial(normalise, module)  # type: ignore[method-assign]
+        if not _is_known(module):
+            raise ValueError(f"this UNet has a {type(module).__name__} with other settings")
+    device = next(unet.parameters()).device
+    normalise(nn.GroupNorm(1, 1, device=device), with_sums(torch.zeros(1, 1, 1, 1, device=device)))
+    unet.to(memory_format=torch.channels_last)
+    unet.forward = partial(_forward, unet)
 
 
-def _is_fusable(norm: Any) -> bool:
-    is_norm = isinstance(norm, nn.GroupNorm) and norm.affine
-    return is_norm and norm.num_groups & (norm.num_groups - 1) == 0
+def _is_known(module: Any) -> bool:
+    """Return whether the fused forward computes this module, except for the modules in it, as diffusers does."""
+    if isinstance(module, nn.GroupNorm):
+        return bool(module.affine and module.num_groups & (module.num_groups - 1) == 0)
+    if isinstance(module, ResnetBlock2D):
+        return (
+            module.upsample is None
+            and module.downsample is None
+            and isinstance(module.nonlinearity, nn.SiLU)
+            and module.time_emb_proj is not None
+            and not module.skip_time_act
+            and module.time_embedding_norm in ("default", "scale_shift")
+            and module.output_scale_factor == 1
+        )
+    if isinstance(module, Attention):
+        plain = module.residual_connection and module.rescale_output_factor == 1 and module.spatial_norm is None
+        return bool(plain and module.to_q.bias is not None)
+    if isinstance(module, Downsample2D):
+        return bool(module.norm is None and module.use_conv and module.padding == 1)
+    if isinstance(module, Upsample2D):
+        return bool(module.norm is None and module.use_conv and module.interpolate)
+    return True
 
 
-def _is_plain(block: Any) -> bool:
-    return (
-        block.upsample is None
-        and block.downsample is None
-        and isinstance(block.nonlinearity, nn.SiLU)
-        and block.time_emb_proj is not None
-        and block.time_embedding_norm in ("default", "scale_shift")
-        and block.output_scale_factor == 1
-        and block.conv1.bias is not None
-        and block.conv2.bias is not None
-        and _is_fusable(block.norm1)
-        and _is_fusable(block.norm2)
-    )
+def _forward(
+    unet: Any, sample: torch.Tensor, timestep: torch.Tensor, class_labels: torch.Tensor, return_dict: bool = False
+) -> tuple[torch.Tensor]:
+    """Compute `UNet2DModel.forward`."""
+    time = unet.time_embedding(unet.time_proj(timestep.expand(len(sample))).to(unet.dtype))
+    time = F.silu(time + unet.class_embedding(class_labels))
+    x = _convolve(unet.conv_in, sample)
+    skips = [x]
+    for block in unet.down_blocks:
+        for resnet, attention in _layers(block):
+            x = _attend(attention, _residual(resnet, time, x))
+            skips.append(x)
+        for downsampler in block.downsamplers or ():
+            x = _convolve(downsampler.conv, x.values)
+            skips.append(x)
+    first, *others = unet.mid_block.resnets
+    x = _residual(first, time, x)
+    for attention, resnet in zip(unet.mid_block.attentions, others, strict=True):
+        x = _residual(resnet, time, _attend(attention, x))
+    for block in unet.up_blocks:
+        *inner, (last, attention) = _layers(block)
+        for resnet, other in inner:
+            x = _attend(other, _residual(resnet, time, x, skips.pop()))
+        # Nothing but the upsampling reads a block's last map.
+        doubled = block.upsamplers is not None
+        x = _residual(last, time, x, skips.pop(), doubled=doubled and attention is None)
+        x = _attend(attention, x, doubled=doubled)
+        for upsampler in block.upsamplers or ():
+            x = _convolve(upsampler.conv, x.values)
+    return (_convolve(unet.conv_out, normalise(unet.conv_norm_out, x, silu=True)).values,)
 
 
-def _resnet_block(block: Any, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-    """Compute `ResnetBlock2D.forward` in eval mode; each bias is added by the following kernel."""
-    time = block.time_emb_proj(F.silu(temb))
-    hidden = _convolve(block.conv1, normalise(block.norm1, x, silu=True))
-    if block.time_embedding_norm == "scale_shift":
-        hidden = normalise(block.norm2, hidden, before=block.conv1.bias, scale_shift=time, silu=True)
+def _layers(block: Any) -> Iterator[tuple[Any, Any]]:
+    """Return the pairs of a block's residual layers and attentions, which may be None."""
+    return zip(block.resnets, getattr(block, "attentions", [None] * len(block.resnets)), strict=True)
+
+
+def _residual(layer: Any, time: torch.Tensor, *maps: Map, doubled: bool = False) -> Map:
+    """Compute `ResnetBlock2D.forward` of concatenated maps; each bias is added by the following kernel."""
+    embedded = layer.time_emb_proj(time)
+    convolved = with_sums(_without_bias(layer.conv1, normalise(layer.norm1, *maps, silu=True)))
+    if layer.time_embedding_norm == "scale_shift":
+        hidden = normalise(layer.norm2, convolved, before=layer.conv1.bias, scale_shift=embedded, silu=True)
     else:
-        hidden = normalise(block.norm2, hidden, before=block.conv1.bias + time, silu=True)
-    hidden, bias = _convolve(block.conv2, hidden), block.conv2.bias
-    if block.conv_shortcut is not None:
-        x = _convolve(block.conv_shortcut, x)
-        bias = bias if block.conv_shortcut.bias is None else bias + block.conv_shortcut.bias
-    return add(x, hidden, bias)
+        hidden = normalise(layer.norm2, convolved, before=layer.conv1.bias + embedded, silu=True)
+    hidden, bias = _without_bias(layer.conv2, layer.dropout(hidden)), layer.conv2.bias
+    values = [each.values for each in maps]
+    if layer.conv_shortcut is None:
+        (shortcut,) = values
+    else:
+        shortcut = _project(layer.conv_shortcut.weight.flatten(1), *values)
+        bias = bias if layer.conv_shortcut.bias is None else bias + layer.conv_shortcut.bias
+    return add(shortcut, hidden, bias, doubled=doubled)
 
 
-def _convolve(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+def _attend(layer: Any, x: Map, *, doubled: bool = False) -> Map:
+    """Compute `Attention.forward`; without a layer return ``x``."""
+    if layer is None:
+        return x
+    values = x.values
+    tokens = _tokens(values if layer.group_norm is None else normalise(layer.group_norm, x))
+    inputs = (layer.to_q, layer.to_k, layer.to_v)
+    weight, bias = torch.cat([each.weight for each in inputs]), torch.cat([each.bias for each in inputs])
+    split = F.linear(tokens, weight, bias).view(len(values), -1, 3, layer.heads, values.shape[1] // layer.heads)
+    attended = F.scaled_dot_product_attention(*split.permute(2, 0, 3, 1, 4))
+    attended = attended.transpose(1, 2).reshape(tokens.shape)
+    output = layer.to_out[0]
+    return add(values, _as_map(F.linear(attended, output.weight), values), output.bias, doubled=doubled)
 
 
-def _upsample(block: Any, x: torch.Tensor, output_size: Any = None) -> torch.Tensor:
-    """Upsample by nearest neighbours without a change of layout, then apply the block's convolution."""
-    scale = 2.0 if output_size is None else None
-    larger = F.interpolate(x, size=output_size, scale_factor=scale, mode="nearest")
-    convolved: torch.Tensor = (block.conv if block.name == "conv" else block.Conv2d_0)(larger)
-    return convolved
+def _convolve(layer: Any, x: torch.Tensor) -> Map:
+    return add(_without_bias(layer, x), None, layer.bias)
+
+
+def _without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = layer.weight
+    if (lacking := _CHANNELS - x.shape[1]) > 0:
+        x, weight = (F.pad(each, (0, 0, 0, 0, 0, lacking)) for each in (x, weight))
+    return F.conv2d(x, weight, None, layer.stride, layer.padding)
+
+
+def _project(weight: torch.Tensor, *maps: torch.Tensor) -> torch.Tensor:
+    """Apply a 1×1 convolution to concatenated maps, without concatenating them."""
+    parts = torch.split(weight, [x.shape[1] for x in maps], 1)
+    out = F.linear(_tokens(maps[0]), parts[0])
+    for x, part in zip(maps[1:], parts[1:], strict=True):
+        out.addmm_(_tokens(x), part.to(out.dtype).t())
+    return _as_map(out, maps[0])
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return the pixels [N · H · W, C] of a map [N, C, H, W], without a copy."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _as_map(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return pixels as a map of the height and width of another."""
+    return tokens.view(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)

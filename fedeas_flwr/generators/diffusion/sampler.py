@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.cuda import release_cached_memory
 from fedeas_flwr.common.files import sha256_of
-from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import SAMPLER_STEPS
-from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
+from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser, try_to_fuse
 from fedeas_flwr.generators.diffusion.model_folder import load_unet, read_model
 from fedeas_flwr.generators.interface import SampleId, check_variety
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Part of the fingerprint: raise it when `initial_noise` changes.
 _SEEDING = "philox-seedsequence-1"
 # Part of the fingerprint on CUDA: raise it when the kernels change the output by more than the last bits.
-_KERNELS = "fused-1"
+_KERNELS = "fused-2"
 _CPU_BATCH = 64
 # On a GPU, the largest of these whose forward pass fits in half of the free memory; more than 1024 is no faster.
 _CUDA_BATCHES = (1024, 512, 256, 128, 64, 32)
@@ -58,6 +58,8 @@ class Settings:
         sampler: str = "dpm++",
         steps: int | None = None,
         guidance: float = 1.0,
+        guidance_start: float = 0.0,
+        guidance_stop: float = 1.0,
         guidance_rescale: float = 0.0,
         batch_size: int | None = None,
         precision: str | None = None,
@@ -66,14 +68,18 @@ class Settings:
         self.device = _check_device(device)
         on_cpu = self.device.type == "cpu"
         self.sampler, self.guidance, self.guidance_rescale = sampler, float(guidance), float(guidance_rescale)
+        self.guided = float(guidance_start), float(guidance_stop)
         self.steps = SAMPLER_STEPS.get(sampler, 0) if steps is None else steps
         self.batch_size = _CPU_BATCH if batch_size is None and on_cpu else batch_size
         self.precision = precision or ("fp32" if on_cpu else "bf16")
 
     @property
-    def rescales(self) -> bool:
-        """Whether rescaling has an effect."""
-        return self.guidance != 1 and self.guidance_rescale != 0
+    def guidance_identity(self) -> list[float]:
+        """The settings of guidance that have an effect, for the fingerprint."""
+        if self.guidance == 1:
+            return [1.0]
+        rescale = [self.guidance_rescale] if self.guidance_rescale else []
+        return [self.guidance, *rescale, *(self.guided if self.guided != (0, 1) else ())]
 
     def check(self, folder: Path, timesteps: int, embeddings: int, num_classes: int) -> None:
         """Raise ValueError for settings that a model with these timesteps and class embeddings cannot have."""
@@ -91,6 +97,11 @@ class Settings:
             raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
         if not (math.isfinite(self.guidance) and self.guidance >= 1):
             raise ValueError(f"guidance: {self.guidance} is not allowed; give 1 (none) or more")
+        if not 0 <= self.guided[0] < self.guided[1] <= 1:
+            start, stop = self.guided
+            raise ValueError(
+                f"guidance_start: {start:g} is not allowed; give 0 or more, below guidance-stop = {stop:g}"
+            )
         if not 0 <= self.guidance_rescale <= 1:
             raise ValueError(f"guidance_rescale: {self.guidance_rescale} is not allowed; give 0 (none) to 1")
         if self.guidance != 1 and embeddings == num_classes:
@@ -133,19 +144,19 @@ class DiffusionGenerator:
         # torch's `to`, since that of diffusers warns about every cast.
         torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
         if self.device.type != "cpu":
-            _fuse(unet)
+            try_to_fuse(unet)
         self._denoiser = Denoiser(
             unet,
             self._schedule,
             sampler=self.sampler,
             steps=self.steps,
             guidance=self.guidance,
+            guided=chosen.guided,
             rescale=chosen.guidance_rescale,
             no_label=num_classes if embeddings == num_classes + 1 else None,
             precision=self.precision,
         )
-        guided = [self.guidance, *([chosen.guidance_rescale] if chosen.rescales else [])]
-        self.fingerprint = self._make_fingerprint(config, weights, guided)
+        self.fingerprint = self._make_fingerprint(config, weights, chosen.guidance_identity)
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
         """Generate images; each depends only on its identity. See `Generator.sample`."""
@@ -225,15 +236,3 @@ def _check_device(device: str) -> torch.device:
     if checked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} is not available; torch finds no GPU, so use cpu")
     return checked
-
-
-def _fuse(unet: torch.nn.Module) -> None:
-    """Use the fused kernels in the UNet; without Triton, or a C compiler for it, sampling is slower."""
-    try:
-        from fedeas_flwr.generators.diffusion.fused import fuse
-
-        fuse(unet)
-    except Exception as error:  # a compiler raises many types
-        logger.warning("kernels not fused, sampling is slower: %s", one_line(error))
-    else:
-        unet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

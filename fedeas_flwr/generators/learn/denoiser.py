@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES
 from fedeas_flwr.generators.learn.presets import Preset
 
@@ -26,9 +24,6 @@ BETAS = (0.9, 0.99)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's names of its two moments."""
 MAX_GRADIENT_NORM = 1.0
-
-
-logger = logging.getLogger(__name__)
 
 
 class NoisyBatch(NamedTuple):
@@ -107,22 +102,6 @@ class DenoisingLoss:
         velocity = self._preset.prediction == "v_prediction"
         target = self.scheduler.get_velocity(clean, noise, times) if velocity else noise
         return NoisyBatch(noisy, times, labels, target)
-
-
-def compiled(network: Any, use: Callable[[Any], object]) -> Any:
-    """Return the compiled network after ``use`` has called it once; without a compiler, the network itself.
-
-    Networks of the same shapes share the compiled code, so only the first one of a process takes a minute or two.
-    """
-    faster = torch.compile(network, dynamic=False)
-    try:
-        use(faster)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler raises many types
-        logger.warning("not compiled, training continues without: %s", one_line(error))
-        return network
-    return faster
 
 
 def step_seed(seed: int, *numbers: int) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
 from fedeas_flwr.common.files import atomic_folder, atomic_write, expanded
@@ -35,6 +35,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, short_name
+from fedeas_flwr.generators.diffusion.denoising import try_to_fuse
 from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
 from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.denoiser import (
@@ -44,7 +45,6 @@ from fedeas_flwr.generators.learn.denoiser import (
     DenoisingLoss,
     build_scheduler,
     build_unet,
-    compiled,
     rate_factor,
     step_seed,
 )
@@ -100,7 +100,7 @@ def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
         schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
         key = "generator-training.start"
         init_from_pretrained(unet, expanded(start, key), schedule, key)
-    weights = parameters_to_vector(unet.parameters()).detach().numpy()
+    weights = _flat(list(unet.parameters())).numpy()
     sent = AVERAGED[config.generator_training.average_moments]
     return {WEIGHTS: weights}, {moment: np.zeros_like(weights) for moment in sent}
 
@@ -129,6 +129,8 @@ class LocalDenoiser:
         self._generator = torch.Generator(self._device)
         with on_stream(self._stream):
             self._unet = initial_unet(config).to(self._device).eval()
+            if on_cuda:
+                try_to_fuse(self._unet)
             rate = torch.zeros((), device=self._device) if on_cuda else 0.0
             self._weights = list(self._unet.parameters())
             self._adam = torch.optim.Adam(self._weights, rate, BETAS, capturable=on_cuda, fused=on_cuda)
@@ -140,15 +142,13 @@ class LocalDenoiser:
             image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=self._device)
             label = torch.zeros(1, dtype=torch.long, device=self._device)
             self._batch = self._loss.random_batch(image, label, self._preset.batch, self._generator)
-        self._network: Any = self._unet
         self._update: Callable[[], None] = self._take_step
 
     def capture(self) -> None:
-        """Compile the network and capture a step as a CUDA graph; on the CPU do nothing."""
+        """Capture a step as a CUDA graph; on the CPU do nothing."""
         if self._stream is None or self._config.engine == "eager":
             return
         with capturing, on_stream(self._stream):
-            self._network = compiled(self._unet, self._differentiate)
             try:
                 self._update = capture(self._take_step, self._stream)
             except CaptureError as error:
@@ -185,8 +185,8 @@ class LocalDenoiser:
 
             launch(self._stream, [partial(step, index) for index in range(recipe.local_steps)])
             loss = float(self._total_loss) / recipe.local_steps
-            weights = {WEIGHTS: parameters_to_vector(self._weights).detach()}
-            moments = {moment: parameters_to_vector(self._moments[moment]) for moment in buffers}
+            weights = {WEIGHTS: _flat(self._weights)}
+            moments = {moment: _flat(self._moments[moment]) for moment in buffers}
             return TrainResult(loss, recipe.local_steps), weights, moments
 
     def loss(self, trainable: State, images: torch.Tensor, labels: torch.Tensor, seed: int) -> float:
@@ -212,16 +212,18 @@ class LocalDenoiser:
         else:  # the graph reads it from this tensor
             group["lr"].fill_(rate)
 
-    def _differentiate(self, network: Any) -> torch.Tensor:
-        loss = self._loss.of_batch(network, self._batch).mean()
+    def _take_step(self) -> None:
+        loss = self._loss.of_batch(self._unet, self._batch).mean()
         self._adam.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        return loss.detach()
-
-    def _take_step(self) -> None:
-        self._total_loss += self._differentiate(self._network)
+        self._total_loss += loss.detach()
         torch.nn.utils.clip_grad_norm_(self._unet.parameters(), MAX_GRADIENT_NORM)
         self._adam.step()
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of several tensors, of any memory layout, as one array."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
@@ -229,7 +231,7 @@ def _copy_flat(tensors: Sequence[torch.Tensor], array: Any) -> None:
     """Copy one flat array or tensor into several tensors, in their order."""
     flat = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
+    torch._foreach_copy_(list(tensors), [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)])
 
 
 class DenoiserPool:

@@ -77,7 +77,6 @@ def train_generator(
     data_dir: str = "",
     seed: int = 0,
     device: str = "cpu",
-    compiled: bool = True,
     half: bool = False,
     resume: bool = False,
     start: Path | None = None,
@@ -108,7 +107,7 @@ def train_generator(
     if only:
         dataset = _first_of_each_class(dataset, only)
     first = None if resume else start
-    trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled, start=first)
+    trainer = Trainer(preset, dataset, seed=seed, device=device, start=first)
     if before:
         trainer.load(*before)
     if on_start:

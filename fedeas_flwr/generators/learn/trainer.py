@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fedeas_flwr.data.datasets import Dataset, dataset_info
+from fedeas_flwr.generators.diffusion.denoising import try_to_fuse
 from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
 from fedeas_flwr.generators.learn.denoiser import (
     BETAS,
@@ -26,7 +27,6 @@ from fedeas_flwr.generators.learn.denoiser import (
     MOMENTS,
     DenoisingLoss,
     build_unet,
-    compiled,
     rate_factor,
     step_seed,
 )
@@ -61,7 +61,7 @@ class TrainingState:
 class Trainer:
     """Trains a UNet and the moving average of its weights on a dataset's train images.
 
-    On CUDA it uses bfloat16 autocast, channels last and, if ``compiled``, torch.compile, which takes a minute or two.
+    On CUDA it uses bfloat16 autocast and the fused kernels.
     ``start`` is the folder of a pretrained model with the same network; its classes may differ.
     """
 
@@ -72,7 +72,6 @@ class Trainer:
         *,
         seed: int = 0,
         device: str = "cpu",
-        compiled: bool = True,
         start: Path | None = None,
     ) -> None:
         from diffusers.training_utils import EMAModel
@@ -90,16 +89,13 @@ class Trainer:
             schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
             self.state.start = init_from_pretrained(self.unet, start, schedule)
         self.unet.to(self.device).train()
-        on_cuda = self.device.type == "cuda"
-        if on_cuda:
-            self.unet.to(memory_format=torch.channels_last)
+        if self.device.type == "cuda":
+            try_to_fuse(self.unet)
         # uint8 on the device once: a step then moves nothing from the host.
         self._images = torch.tensor(dataset.x_train).permute(0, 3, 1, 2).contiguous().to(self.device)
         self._labels = torch.tensor(dataset.y_train).to(self.device)
         self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=BETAS)
         self.average = EMAModel(self.unet.parameters(), decay=preset.ema_decay, foreach=True)
-        self._wants_compile = compiled and on_cuda
-        self._forward: Any = self.unet
 
     def run(
         self,
@@ -117,8 +113,6 @@ class Trainer:
         earlier, began = self.state.seconds, time.monotonic()
         losses: list[torch.Tensor] = []
         with self._deterministic():
-            if self._wants_compile:
-                self._compile()
             while True:
                 self.state.seconds = earlier + time.monotonic() - began
                 step = self.state.step
@@ -170,25 +164,14 @@ class Trainer:
 
     def _train_step(self, step: int) -> torch.Tensor:
         torch.manual_seed(step_seed(self.seed, step + 1))
-        loss = self._batch_loss(self._forward)
+        batch = self.loss.random_batch(self._images, self._labels, self.preset.batch)
+        loss = self.loss.of_batch(self.unet, batch).mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         torch.nn.utils.clip_grad_norm_(self.unet.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.average.step(self.unet.parameters())
         return loss.detach()
-
-    def _batch_loss(self, network: Any) -> torch.Tensor:
-        """Return a network's loss on one random batch."""
-        batch = self.loss.random_batch(self._images, self._labels, self.preset.batch)
-        return self.loss.of_batch(network, batch).mean()
-
-    def _compile(self) -> None:
-        """Compile forward and backward on a batch without an update."""
-        self._wants_compile = False
-        logger.info("compiling the network takes a minute or two")
-        self._forward = compiled(self.unet, lambda network: self._batch_loss(network).backward())  # type: ignore[no-untyped-call, unused-ignore]
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _log(self, losses: list[torch.Tensor]) -> float:
         """Add a point to the loss curve; only here does the host wait for the device."""
