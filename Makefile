@@ -3,6 +3,7 @@
 # make test-all   also the slow tests, and those of the extra datasets, which it installs
 # make test-gpu   the tests that need a CUDA GPU; the suite itself does without, also where there is one
 # make chaos MINUTES=10 SEED=7   random kills, damaged files and wrong values (tests/faults/campaign.py); ONLY=files:17
+# make docs   the site from docs/ and results/, in build/site; also runs the notebook
 # make audit   known vulnerabilities of the pinned packages, and build/sbom.json, a software bill of materials
 # make clean   remove what these make again; runs/, which may be results of hours, stays
 PYTHON ?= python3
@@ -18,7 +19,7 @@ AUDIT := $(VENV)/audit
 MINUTES ?= 10
 SEED ?= 7
 
-.PHONY: run test test-all test-gpu chaos audit lint clean
+.PHONY: run test test-all test-gpu chaos docs audit lint clean
 
 run: $(STAMP)
 	$(BIN)/fedeas quickstart
@@ -36,6 +37,11 @@ test-gpu: $(STAMP)
 chaos: $(STAMP)
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/faults/campaign.py --seed $(SEED) --minutes $(MINUTES) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
+
+docs: $(STAMP)
+	$(INSTALL) -e ".[dev,docs]"
+	$(BIN)/python -m pytest tests/test_site.py
+	$(BIN)/python -m mkdocs build --strict
 
 # An environment of its own, so that the tools' dependencies are not among those of the project.
 audit:

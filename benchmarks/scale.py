@@ -8,7 +8,7 @@ allocation; then it samples rounds. No client trains: that cost grows with the c
 and is measured by benchmarks/growth.py. The counts are random (one Dirichlet sample per client, α = 0.1, 500 images, 10
 classes), since no dataset here has images for 10,000 clients.
 
-`Model` combines growth.py's measurements into the formulas of docs/scale.md. --small: 200 clients, a second.
+`Model` combines growth.py's measurements into the formulas of results/scale/README.md. --small: 200 clients, a second.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def table_row(row: dict[str, Any]) -> list[str]:
-    """Return one row of the measured table in docs/scale.md."""
+    """Return one row of the measured table in results/scale/README.md."""
     return [
         f"{row['clients']:,}",
         f"{row['seconds_to_discover']:.2f}",
@@ -180,7 +180,7 @@ MODEL_HEAD = ("clients", "in a round", "traffic a round", "one server", "its mem
 
 
 def model_rows(model: Model) -> list[list[str]]:
-    """Return the modelled table in docs/scale.md: 11 million parameters, growing federation."""
+    """Return the modelled table in results/scale/README.md: 11 million parameters, growing federation."""
     return [
         [
             f"10{power}",

@@ -107,7 +107,18 @@ def test_guides_have_no_commands_outside_tested_blocks(name: str) -> None:
                 check_words(shlex.split(line)[1:])
 
 
-def test_links_in_the_docs_exist() -> None:
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs name them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").rglob("*.md")]
+    missing = []
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
+            found = page.parent / target if target else page
+            if not found.exists() or (anchor and anchor not in anchors(found)):
+                missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert missing == []

@@ -1,27 +1,60 @@
-"""The library without the app: the README's example runs unchanged."""
+"""The library: README's code blocks run unchanged, and every public name can be imported."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
+from runners import run_in_process
 
 import fedeas_flwr
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.federation.flower_internals import parse_config_args
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
+LIBRARY, POLICY = (text for language, text in BLOCKS if language == "python")
+COMMANDS = [line.partition(" #")[0] for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
 
 
-def test_readme_library_example_runs(digits_generator: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    (example,) = [block for block in blocks if "fill(" in block]
-    assert len(example.strip().splitlines()) <= 22
+def test_readme_library_example_makes_the_worked_client(digits_generator: Path) -> None:
     scope: dict[str, object] = {}
-    exec(compile(example, "README.md", "exec"), scope)
-    images, labels, plan = (np.asarray(scope[name]) for name in ("images", "labels", "plan"))
-    assert images.dtype == np.uint8
-    assert len(images) == len(labels) == 40 + plan.sum()
-    assert plan.sum() > 0
+    exec(compile(LIBRARY, "README.md", "exec"), scope)
+    images, labels, plan, counts = (np.asarray(scope[name]) for name in ("images", "labels", "plan", "counts"))
+    assert images.dtype == np.uint8 and len(images) == len(labels) == 40 + plan.sum()
+    assert sorted(set(plan)) == [0, 9] and plan.sum() == 72 and "generates 9 images of each" in README
+    assert f"H̃ = {fedeas_flwr.normalised_entropy(counts)[0]:.2f}" in README
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Return a folder with the configs of a clone and README's policy."""
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    (tmp_path / "rules.py").write_text(POLICY)
+    return tmp_path
+
+
+@pytest.mark.flower
+def test_readme_commands_run(clone: Path, digits_generator: Path) -> None:
+    ran = []
+    for line in COMMANDS:
+        first, *words = shlex.split(line)
+        ran.append(first)
+        if first == "make":
+            subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
+        elif first == "flwr":
+            parse_config(parse_config_args([words[words.index("--run-config") + 1]]))
+        elif first == "printf":
+            subprocess.run(["bash", "-c", line], cwd=clone, check=True)
+        else:
+            done = run_in_process(*words, cwd=clone)
+            assert first == "fedeas" and done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert set(ran) == {"make", "flwr", "printf", "fedeas"}
 
 
 def test_every_name_in_all_can_be_imported() -> None:

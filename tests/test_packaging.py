@@ -116,6 +116,17 @@ def test_deployment_guide_installs_this_version() -> None:
     assert set(re.findall(r"fedeas_flwr-([0-9.]+)-py3", guide)) == {PROJECT["version"]}
 
 
+def test_workflows_run_what_ci_runs() -> None:
+    found = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    commands = {name: [step.get("run") for step in found[name]["jobs"]["test"]["steps"]] for name in found}
+    assert ".ci/run" in commands["ci"]
+    assert any(command and "--pre" in command and "flwr" in command for command in commands["next-flower"])
+
+
+def test_changelog_begins_with_this_version() -> None:
+    assert re.findall(r"^## ([0-9.]+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == PROJECT["version"]
+
+
 def test_citation_names_this_version() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert found["cff-version"] == "1.2.0" and found["message"] and found["authors"]

@@ -1,4 +1,4 @@
-"""docs/scale.md matches the committed measurements and the model fitted to them."""
+"""results/scale/README.md matches the committed measurements and the model fitted to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import scale  # noqa: E402
 
 GROWTH = json.loads((ROOT / "results" / "growth" / "cpu.json").read_text())["rows"]
-DOC = (ROOT / "docs" / "scale.md").read_text()
+DOC = (ROOT / "results" / "scale" / "README.md").read_text()
 
 
 def test_scale_page_matches_the_committed_record() -> None:

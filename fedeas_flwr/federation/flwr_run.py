@@ -40,7 +40,7 @@ def log_surroundings(grid: Grid, config: RunConfig) -> None:
     if isinstance(grid, SimulationGrid):
         log(INFO, "SuperLink: %s", describe_superlink())
         if foreign := describe_foreign_environment():
-            log(WARNING, "This SuperLink's environment %s; to use another: README, With `flwr run`", foreign)
+            log(WARNING, "This SuperLink's environment %s; to use another: docs/flwr-run.md", foreign)
     if keys := keys_without_effect(config):
         log(WARNING, "%s: no effect with `flwr run`, only `fedeas run` reads such keys; see --federation-config", keys)
 

@@ -1,4 +1,4 @@
-"""Row 11: hundreds of rounds. The records agree with docs/reliability.md; the script works on a short run."""
+"""Row 11: hundreds of rounds. The records agree with results/soak/README.md; the script works on a short run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_recorded_soak_has_no_memory_growth_or_leftovers(backend: str) -> None:
     assert record["rounds"] == {"inline": 500, "ray": 50}[backend]
     assert record["failures"] == 0
     assert not any(record["left_behind"].values())
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "results" / "soak" / "README.md").read_text()
     for role in RECORDS[backend]:
         found = record["second_half"][role]
         assert found["at_end"] - found["at_half"] < 0.02 * found["at_half"], role

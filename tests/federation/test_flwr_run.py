@@ -103,7 +103,7 @@ def test_simulation_logs_its_superlink_and_warns_of_another_projects(
     flwr_run.log_surroundings(object.__new__(flwr_run.SimulationGrid), RunConfig())
     first, *others = [(record.levelname, record.getMessage()) for record in said.records]
     assert first == ("INFO", f"SuperLink: {flwr_run.describe_superlink()}")
-    warning = f"This SuperLink's environment {foreign}; to use another: README, With `flwr run`"
+    warning = f"This SuperLink's environment {foreign}; to use another: docs/flwr-run.md"
     assert others == [("WARNING", warning)] * bool(foreign)
 
 

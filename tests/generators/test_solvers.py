@@ -57,8 +57,8 @@ def test_uniform_log_snr_timesteps_are_strictly_decreasing(steps: int, schedule:
         assert gaps.max() < 1.5 * gaps.min()
 
 
-def test_docs_kept_contrast_matches_computation() -> None:
-    page = (ROOT / "docs" / "generators.md").read_text()
+def test_page_kept_contrast_matches_computation() -> None:
+    page = (ROOT / "results" / "sampling" / "README.md").read_text()
     (head,) = (line for line in page.splitlines() if line.startswith("| Contrast of the images |"))
     spreads = [float(cell) for cell in head.split("|")[2:-1]]
     for sampler, steps in (("dpm++", 20), ("dpm++-logsnr", 20), ("dpm++", 100)):
@@ -66,8 +66,8 @@ def test_docs_kept_contrast_matches_computation() -> None:
         assert f"| `{sampler}`, {steps} steps | {cells} |" in page
 
 
-def test_docs_solver_errors_match_record() -> None:
-    page = " ".join((ROOT / "docs" / "generators.md").read_text().split())
+def test_page_solver_errors_match_record() -> None:
+    page = " ".join((ROOT / "results" / "sampling" / "README.md").read_text().split())
     record = json.loads((ROOT / "results" / "sampling" / "cifar10-cpu.json").read_text())
     rows = {(row["sampler"], row["steps"]): row for row in record["rows"]}
     for name, form in (("rms_grey_levels", "{:.1f}"), ("contrast", "{:.2f}"), ("fine_power", "{:.2f}")):
@@ -78,8 +78,8 @@ def test_docs_solver_errors_match_record() -> None:
     assert f"with 10 steps it has {half:.1f}." in page
 
 
-def test_docs_distances_by_step_spacing_match_records() -> None:
-    page = " ".join((ROOT / "docs" / "generators.md").read_text().split())
+def test_page_distances_by_step_spacing_match_records() -> None:
+    page = " ".join((ROOT / "results" / "sampling" / "README.md").read_text().split())
     distances = []
     for place in ("cifar100/g1-n20{}/report", "cifar10/g1-n20{}/report", "digits/report{}"):
         ends = ("-logsnr", "") if "digits" in place else ("-dpm++-logsnr", "")
@@ -89,5 +89,5 @@ def test_docs_distances_by_step_spacing_match_records() -> None:
         assert reports[1].get("sampler", "dpm++") == "dpm++"
         assert reports[0]["samples"] == reports[1]["samples"]
         distances += [report["classifier_frechet_distance"] for report in reports]
-    text = "have a distance (below) of {:.1f}, 20 uniform timesteps {:.1f}; on CIFAR-10's {:.1f} and"
+    text = "have a distance of {:.1f}, 20 uniform timesteps {:.1f}; on CIFAR-10's {:.1f} and"
     assert f"{text} {{:.1f}}, on digits {{:.1f}} and {{:.1f}}.".format(*distances) in page

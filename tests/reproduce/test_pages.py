@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,20 @@ def test_no_measured_number_is_written_by_hand(name: str) -> None:
     assert [number for number in found if number not in SETTINGS] == []
 
 
+def test_every_note_shows_a_figure() -> None:
+    for note in (ROOT / "results" / "notes").glob("*.md"):
+        (figure, *_) = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", note.read_text())
+        assert (note.parent / figure).is_file()
+
+
+def test_note_figures_are_drawn_from_the_notes(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "note_figures.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "results/notes").glob("*.png")}
+
+
 def test_pages_have_at_most_70_numbers_in_sentences() -> None:
-    assert {"README.md", "docs/reproduction.md"} < set(PAGES)
+    assert {"README.md", "results/reproduction.md"} < set(PAGES)
     assert sum(len(NUMBER.findall((ROOT / name).read_text())) for name in PAGES) <= 70
 
 
