@@ -205,10 +205,9 @@ def _check_plans(policy: Policy, counts: IntArray, settings: PolicySettings) -> 
         raise ConfigError(f"total = {settings.total}: policy {name!r} sets its own; write @matched before the function")
     if not policy.parts or policy.parts[0] != 1 or list(policy.parts) != sorted({*policy.parts}):
         raise ConfigError(f"policy: {name!r} has parts = {policy.parts!r}: must be ascending rounds from 1")
-    view = ClientView(counts, settings)
-    view = replace(view, shares=split_over_rows(policy, view))
     for first in policy.parts:
-        view = replace(view, round=first)
+        view = ClientView(counts, settings, round=first)
+        view = replace(view, shares=split_over_rows(policy, view))
         planned, again = (checked_plan(policy, view) for _ in range(2))
         rows = [
             checked_plan(policy, replace(view, counts=counts[k : k + 1], shares=view.shares[k : k + 1]))[0]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -354,7 +354,7 @@ class InParts(Policy):
         self.name = name
         self._set()
 
-    def with_arguments(self, rounds: object = "6,11", first: object = 0.5) -> Self:
+    def with_arguments(self, rounds: object = "3,5", first: object = 0.5) -> Self:
         """Return the policy with the arguments of the key ``policy-args``.
 
         ``rounds`` are those in which the second and later parts begin, separated by commas; without any, the policy is
@@ -364,11 +364,11 @@ class InParts(Policy):
         made._set(rounds, first)
         return made
 
-    def _set(self, rounds: object = "6,11", first: object = 0.5) -> None:
+    def _set(self, rounds: object = "3,5", first: object = 0.5) -> None:
         later = str(rounds).replace(",", " ").split()
         numbers = [int(word) if word.isdecimal() else 0 for word in later]
         if numbers != sorted({*numbers}) or min(numbers, default=2) < 2:
-            raise ConfigError(f"policy-args: rounds = {rounds}: must be rounds from 2 on, ascending, such as 6,11")
+            raise ConfigError(f"policy-args: rounds = {rounds}: must be rounds from 2 on, ascending, such as 3,5")
         self.parts, start = (1, *numbers), _fraction("first", first)
         steps = np.linspace(start, 1.0, len(self.parts)) if numbers else [1.0]
         self._fraction_of_beta = dict(zip(self.parts, map(float, steps), strict=True))
@@ -447,7 +447,7 @@ class Adaptive(InParts, MatchedPolicy):
         super().__init__(name)
         self._value, self._evaluations, self._held_out = value, evaluations, 0.0
 
-    def with_arguments(self, rounds: object = "6,11", first: object = 0.5, held_out: object = 0.0) -> Self:
+    def with_arguments(self, rounds: object = "3,5", first: object = 0.5, held_out: object = 0.0) -> Self:
         """Return the policy with the arguments of the key ``policy-args``; see `InParts`.
 
         ``held_out`` is the fraction of its real images that a client does not train on before the last part.
@@ -458,14 +458,12 @@ class Adaptive(InParts, MatchedPolicy):
 
     def plan(self, view: ClientView) -> IntArray:
         """Return the images planned so far, plus those that the client has bought since it evaluated the model."""
-        planned, scores = self._progress(view)
+        planned, wants = self.progress(view)[0], _wants(self, view)
         before = [found.bought for found in view.progress] or [0] * len(planned)
-        bought = [share.base for share in view.shares] or before
-        rows = [
-            _buy(view.counts[[k]], planned[[k]], scores[[k]], view.settings.gamma, max(0, bought[k] - before[k]))
-            for k in range(len(planned))
-        ]
-        return planned + np.concatenate(rows)
+        images = np.array([share.base for share in view.shares] or before) - before
+        for k in np.flatnonzero(images > 0):
+            planned[k] += wants.buy(int(k), int(images[k]))
+        return planned
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
         """Return FedEAS's bound of the first part, plus the images that the client has bought."""
@@ -483,7 +481,7 @@ class Adaptive(InParts, MatchedPolicy):
         """Return each client's integer, [K, 1]: for ``price``, the number of images that it would buy at a level."""
         if question == "plan":
             return super().reply(view, question, argument)[:, :1]
-        return _demand(view.counts, *self._progress(view), view.settings.gamma, argument)[:, None]
+        return _wants(self, view).demand(argument)[:, None]
 
     def max_reply(
         self, samples: int, classes: int, settings: PolicySettings, question: str, argument: float
@@ -529,7 +527,7 @@ class Adaptive(InParts, MatchedPolicy):
         largest = means.max() if images.any() else 1.0
         return np.asarray((means * images + largest) / (images + 1), dtype=np.float64)
 
-    def _progress(self, view: ClientView) -> tuple[IntArray, FloatArray]:
+    def progress(self, view: ClientView) -> tuple[IntArray, FloatArray]:
         """Return the images planned when the clients last evaluated the model, and the scores, both [K, C]."""
         if not view.progress:
             first = replace(view, settings=self._at_part(view.settings, 1))
@@ -543,33 +541,43 @@ def _fraction(name: str, value: object) -> float:
     return float(value)
 
 
-def _reach(counts: IntArray, scores: FloatArray, gamma: float) -> FloatArray:
-    return np.asarray(counts.mean(axis=1, keepdims=True) ** gamma * scores, dtype=np.float64)
+class _Wants(NamedTuple):
+    """What clients would buy at a level, one row per client; the price is level / (1 − level)."""
+
+    held: IntArray
+    """Real and planned images of each class."""
+    reach: FloatArray
+    """n̄_k^γ s_k^c: up to how many images each class is filled at a price of 1."""
+    most: IntArray
+    """Size of the client's largest class, up to which any class is filled, [K, 1]."""
+
+    def missing(self, level: float) -> IntArray:
+        """Return the images that fill each class up to what it is worth at a level."""
+        worth = self.reach * max(0.0, 1 - level) / level if level > 0 else np.where(self.reach > 0, self.most, 0)
+        missing: IntArray = np.floor(np.minimum(self.most, worth)).astype(np.int64) - self.held
+        missing[missing < 0] = 0
+        return missing
+
+    def demand(self, level: float) -> IntArray:
+        """Return the number of images that each client buys; a level −s means s more from every client."""
+        more = np.where(self.most[:, 0] > 0, int(max(0.0, -level)), 0)
+        return np.asarray(self.missing(level).sum(axis=1) + more, dtype=np.int64)
+
+    def buy(self, k: int, number: int) -> IntArray:
+        """Return ``number`` images of client k, [C]: what it buys at a price, the rest evenly over its classes."""
+        alone = _Wants(self.held[[k]], self.reach[[k]], self.most[[k]])
+        (bought,) = alone.missing(waterfill_level(number, alone.demand).level)
+        order = np.argsort(-self.reach[k] / (self.held[k] + bought + 1), kind="stable")
+        rest = divmod(number - int(bought.sum()), len(order))
+        bought[order] += allocation.distribute(np.ones(len(order)), *rest)
+        return np.asarray(bought)
 
 
-def _missing(counts: IntArray, planned: IntArray, scores: FloatArray, gamma: float, level: float) -> IntArray:
-    """Return the images that fill each class up to what it is worth at a level; the price is level / (1 − level)."""
-    reach, most = _reach(counts, scores, gamma), counts.max(axis=1, keepdims=True)
-    worth = reach * max(0.0, 1 - level) / level if level > 0 else np.where(reach > 0, most, 0)
-    missing: IntArray = np.floor(np.minimum(most, worth)).astype(np.int64) - counts - planned
-    return np.maximum(0, missing)
-
-
-def _demand(counts: IntArray, planned: IntArray, scores: FloatArray, gamma: float, level: float) -> IntArray:
-    """Return the number of images that each client buys at a level; a level −s means s more from every client."""
-    more = np.where(counts.any(axis=1), int(max(0.0, -level)), 0)
-    return np.asarray(_missing(counts, planned, scores, gamma, level).sum(axis=1) + more, dtype=np.int64)
-
-
-def _buy(counts: IntArray, planned: IntArray, scores: FloatArray, gamma: float, number: int) -> IntArray:
-    """Return ``number`` images of one client, [1, C]: what it buys at a price, the rest evenly over all classes."""
-    given = counts, planned, scores, gamma
-    level = waterfill_level(number, lambda level: _demand(*given, level)).level
-    bought = _missing(*given, level)
-    order = np.argsort(-_reach(counts, scores, gamma) / (counts + planned + bought + 1), axis=1, kind="stable")[0]
-    rest = divmod(number - int(bought.sum()), len(order))
-    bought[0, order] += allocation.distribute(np.ones(len(order)), *rest)
-    return bought
+@lru_cache(maxsize=1)
+def _wants(policy: Adaptive, view: ClientView) -> _Wants:
+    planned, scores = policy.progress(view)
+    reach = view.counts.mean(axis=1, keepdims=True) ** view.settings.gamma * scores
+    return _Wants(view.counts + planned, reach, view.counts.max(axis=1, keepdims=True))
 
 
 # ---------------------------------------------------------------------------------------------------------- by name
@@ -594,6 +602,8 @@ POLICIES: dict[str, Policy] = {
         Adaptive("adaptive-agreement", lambda images: images.loss * images.agreement()),
     )
 }
+AT_ONCE = [name for name, policy in POLICIES.items() if not isinstance(policy, InParts)]
+"""Names of the policies that plan once, as those of another Flower app must (`with_fedeas`)."""
 REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocation.greedy}
 """Rules that need the counts of all clients and a total: for `fedeas plan` and the figures, not for runs."""
 
@@ -647,7 +657,8 @@ def allocate(
     repeats a client's own images. A matched policy distributes one total over all clients, so it needs the counts of
     all of them; under the other policies, a client's row does not depend on others. ``strict_mean`` is the inverse of
     the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with ``none`` and
-    ``full-balance``. Under a policy that plans in parts, the plan is that of ``round``, by default of the last part.
+    ``full-balance``. Under a policy that plans in parts, the plan is that of ``round``, by default of the last part;
+    under an adaptive one it is what clients would buy if all classes had the same score.
     """
     counts = checked_counts(counts)
     if isinstance(policy, str) and policy not in REFERENCES and policy not in POLICIES:
@@ -664,8 +675,8 @@ def allocate(
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     if isinstance(rule, str):
         return REFERENCES[rule](counts, int(FEDEAS.plan(view).sum()) if total is None else total)
-    first = max(rule.parts) if round is None else rule.part(round)
-    return images_to_generate(rule, replace(view, shares=split_over_rows(rule, view), round=first))
+    view = replace(view, round=max(rule.parts) if round is None else rule.part(round))
+    return images_to_generate(rule, replace(view, shares=split_over_rows(rule, view)))
 
 
 def images_to_generate(policy: Policy, view: ClientView) -> IntArray:
@@ -699,11 +710,15 @@ def answer_question(policy: MatchedPolicy, view: ClientView, question: str, argu
 
 
 def split_over_rows(policy: Policy, view: ClientView) -> list[Share]:
-    """Split a matched total over all rows, as the server splits it over clients."""
+    """Split a matched total over all rows, as the server splits it over clients by the round of the view."""
     if not isinstance(policy, MatchedPolicy):
         return []
 
     def query(question: str, argument: float) -> dict[int, list[int]]:
         return dict(enumerate(policy.reply(view, question, argument).tolist()))
 
-    return list(policy.split_total(query, view.counts.shape[1], view.settings).values())
+    shares = list(policy.split_total(query, view.counts.shape[1], view.settings).values())
+    if isinstance(policy, Adaptive) and (due := policy.due(shares, view.round)):
+        bought = waterfill_level(due, lambda level: policy.reply(view, "price", level)[:, 0]).samples
+        shares = [replace(share, base=int(images)) for share, images in zip(shares, bought, strict=True)]
+    return shares

@@ -31,7 +31,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, PolicySettings, Share
+from fedeas_flwr.policies import AT_ONCE, EMPTY_SHARE, PolicySettings, Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,
@@ -174,7 +174,7 @@ class EvaluateReport:
 class AugmentTask:
     """What `with_fedeas` adds to another app's messages: how an `Augmenter` plans its client's images."""
 
-    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
+    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(AT_ONCE), f"one of {', '.join(AT_ONCE)}")))
     beta: float = field(metadata=_on_wire(_number("fedeas-beta"), build=float))
     gamma: float = field(metadata=_on_wire(_number("fedeas-gamma"), build=float))
     strict_mean: bool = field(metadata=_on_wire(_Key("fedeas-strict-mean", lambda v: type(v) is bool, "true or false")))
