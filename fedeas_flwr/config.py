@@ -215,7 +215,7 @@ class RunConfig(_Table):
     """allocation policy: how many images of each class a client generates or, with oversample, repeats; for a policy of
     your own, its import path"""
     policy_args: str = ""
-    """arguments of a policy of your own, such as quantile=0.5, or of an adaptive one, such as rounds=3,5 first=0.5;
+    """arguments of a policy of your own, such as quantile=0.5, or of an adaptive one, such as rounds=3,5 first=0.75;
     separated by spaces"""
     beta: float = Field(6.0, ge=0, le=1e6)
     """budget parameter β; 0 generates nothing"""

@@ -354,7 +354,7 @@ class InParts(Policy):
         self.name = name
         self._set()
 
-    def with_arguments(self, rounds: object = "3,5", first: object = 0.5) -> Self:
+    def with_arguments(self, rounds: object = "3,5", first: object = 0.75) -> Self:
         """Return the policy with the arguments of the key ``policy-args``.
 
         ``rounds`` are those in which the second and later parts begin, separated by commas; without any, the policy is
@@ -364,7 +364,7 @@ class InParts(Policy):
         made._set(rounds, first)
         return made
 
-    def _set(self, rounds: object = "3,5", first: object = 0.5) -> None:
+    def _set(self, rounds: object = "3,5", first: object = 0.75) -> None:
         later = str(rounds).replace(",", " ").split()
         numbers = [int(word) if word.isdecimal() else 0 for word in later]
         if numbers != sorted({*numbers}) or min(numbers, default=2) < 2:
@@ -447,7 +447,7 @@ class Adaptive(InParts, MatchedPolicy):
         super().__init__(name)
         self._value, self._evaluations, self._held_out = value, evaluations, 0.0
 
-    def with_arguments(self, rounds: object = "3,5", first: object = 0.5, held_out: object = 0.0) -> Self:
+    def with_arguments(self, rounds: object = "3,5", first: object = 0.75, held_out: object = 0.0) -> Self:
         """Return the policy with the arguments of the key ``policy-args``; see `InParts`.
 
         ``held_out`` is the fraction of its real images that a client does not train on before the last part.
