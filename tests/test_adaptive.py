@@ -320,6 +320,17 @@ def test_part_that_could_not_be_bought_is_bought_before_the_next_round(tmp_path:
         fit(config_of(tmp_path, "once", participation=1.0), app_that(fails, []))
 
 
+def test_late_client_has_a_first_part_and_may_buy(tmp_path: Path) -> None:
+    config = config_of(tmp_path, participation=1.0)
+    made = federation(config, app_that(lambda *_: False, []))
+    del made.clients.shares[2]  # as of a client that joined after the total was split
+    made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
+    counts = planned_counts(config, 3)
+    whole, first = (allocate(counts, "fedeas", beta=beta).sum(axis=1) for beta in (6.0, 3.0))
+    assert made.run.rounds()[-1]["generated"] == whole[:2].sum() + first[2]
+    assert "2" in bought_in(made.run)[2]["clients"]
+
+
 def test_false_count_costs_only_that_client_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = Adaptive.reply
 

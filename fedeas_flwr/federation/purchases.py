@@ -59,7 +59,7 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
         share = registry.shares.get(client, Share())
         registry.shares[client] = replace(share, base=share.base + images)
     log(INFO, "round %d: %d clients buy %d images at level %.4g", number, len(bought), due, level)
-    return {"images": due, "level": level, "clients": bought}
+    return {"images": due, "level": level, "clients": {str(client): images for client, images in bought.items()}}
 
 
 class _Purchase:
