@@ -51,8 +51,8 @@ def plan(
     `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and ``synthetic_fraction``
     are fractions. A policy that repeats images generates nothing; its clients also have ``repeat``, the number of
     copies per class, and the plan has their sum, ``repeated``. Under a policy that plans in parts, ``parts`` has the
-    number of images of each. Under an adaptive one the clients have the first part, and ``at_most``, the largest number
-    of images that each can have after the last one; ``total`` has all parts.
+    number of images of each. Under an adaptive one the plan is the first part, and the clients also have ``at_most``,
+    the largest number of images that each can have after the last one.
     """
     counts, rule = checked_counts(counts), None if policy in REFERENCES else find_policy(policy, policy_args)
     settings = settings_of(rule or policy, total is not None)
@@ -66,7 +66,7 @@ def plan(
     repeat = checked_plan(rule, view) if rule and repeats else allocation.none(counts)
     budgets = rule.budget(view) if rule else None
     samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
-    real, made, later = int(counts.sum()), wholes[-1], wholes[-1] - wholes[0]
+    real, made, later = int(counts.sum()), int(generate.sum()), wholes[-1] - wholes[0]
     full = allocation.full_balance(counts)
     at_most = generate.sum(axis=1) + np.minimum(later, np.maximum(0, full - generate).sum(axis=1))
     return {
@@ -183,7 +183,8 @@ def _totals(plan: dict[str, Any]) -> list[str]:
     part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
     repeat = "To repeat:    {:,} of the clients' own samples; classes that a client lacks stay empty"
     parts = [f"{part['images']:,} before round {part['round']}" for part in plan.get("parts", [])]
-    chosen = "; the table has the first, clients choose the classes of the others during the run"
+    whole = sum(part["images"] for part in plan.get("parts", []))
+    chosen = f"; {whole:,} in total. This plan is the first part; clients choose the classes of the others in the run"
     shared = "Shared:       {:,} images are generated for all clients together (shared-images)"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
