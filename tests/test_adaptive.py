@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,13 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deployments import Lab
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from label_counts import betas, tables
 from lossy import federation
-from runners import black_bank, client_state, finish, pass_models_by_reference, quick, run_in_process, weights
+from runners import (
+    CHEAP,
+    black_bank,
+    client_state,
+    finish,
+    pass_models_by_reference,
+    quick,
+    run_in_process,
+    small,
+    weights,
+)
 
 from fedeas_flwr import client_app
 from fedeas_flwr.allocation import IntArray
@@ -344,6 +356,27 @@ def test_false_count_costs_only_that_client_its_images(tmp_path: Path, monkeypat
     run = fit(config, app_that(lambda *_: False, []))
     assert all(len(item["clients"]) == 2 for item in bought_in(run).values())
     assert run.rounds()[-1]["generated"] == fedeas_total(config)
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_ray_inline_and_supernodes_buy_the_same_images(
+    tmp_path: Path, digits_generator: Path, fresh_images: Callable[[str], None]
+) -> None:
+    keys = {**CHEAP, "clients": 2, "participation": 1.0, "rounds": 2, "local_epochs": 1, "beta": 4.0}
+    keys |= {"policy": "adaptive", "policy_args": "rounds=2"}
+    fresh_images("inline")
+    inline = finish(small(tmp_path / "inline", **keys))
+    fresh_images("ray")
+    ray = finish(small(tmp_path / "ray", **keys, backend="ray", actors=2))
+    with Lab(tmp_path, 2, digits_generator) as lab:
+        lab.restart_superlink()
+        lab.register()
+        for number in range(2):
+            lab.start_node(number)
+        deployed = lab.follow(lab.submit(**keys, min_replies=1.0))
+    assert bought_in(inline) == bought_in(ray) == bought_in(deployed) and list(bought_in(inline)) == [2]
+    assert weights(inline) == weights(ray) == weights(deployed)
 
 
 # ------------------------------------------------------------------------------------------------ plan and report
