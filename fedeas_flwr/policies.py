@@ -342,6 +342,10 @@ def _counter(view: ClientView) -> Callable[[float], IntArray]:
 # ------------------------------------------------------------------------------------------ plans in several parts
 
 
+_ROUNDS, _FIRST = "3,5", 0.75
+"""Default rounds in which later parts begin, and fraction of β of the first part: chosen on digits, for 20 rounds."""
+
+
 class InParts(Policy):
     """Spend FedEAS's plan in parts: FedEAS at a fraction of β at first, at more in later rounds, at β in the last.
 
@@ -354,7 +358,7 @@ class InParts(Policy):
         self.name = name
         self._set()
 
-    def with_arguments(self, rounds: object = "3,5", first: object = 0.75) -> Self:
+    def with_arguments(self, rounds: object = _ROUNDS, first: object = _FIRST) -> Self:
         """Return the policy with the arguments of the key ``policy-args``.
 
         ``rounds`` are those in which the second and later parts begin, separated by commas; without any, the policy is
@@ -364,7 +368,7 @@ class InParts(Policy):
         made._set(rounds, first)
         return made
 
-    def _set(self, rounds: object = "3,5", first: object = 0.75) -> None:
+    def _set(self, rounds: object = _ROUNDS, first: object = _FIRST) -> None:
         later = str(rounds).replace(",", " ").split()
         numbers = [int(word) if word.isdecimal() else 0 for word in later]
         if numbers != sorted({*numbers}) or min(numbers, default=2) < 2:
@@ -447,7 +451,7 @@ class Adaptive(InParts, MatchedPolicy):
         super().__init__(name)
         self._value, self._evaluations, self._held_out = value, evaluations, 0.0
 
-    def with_arguments(self, rounds: object = "3,5", first: object = 0.75, held_out: object = 0.0) -> Self:
+    def with_arguments(self, rounds: object = _ROUNDS, first: object = _FIRST, held_out: object = 0.0) -> Self:
         """Return the policy with the arguments of the key ``policy-args``; see `InParts`.
 
         ``held_out`` is the fraction of its real images that a client does not train on before the last part.
@@ -494,7 +498,8 @@ class Adaptive(InParts, MatchedPolicy):
     def split_total(self, query: Query, classes: int, settings: PolicySettings) -> dict[int, Share]:
         """Return the number by which every client's FedEAS total exceeds its first part; nothing is bought yet."""
         whole, first = query("plan", settings.beta), query("plan", self._at_part(settings, 1).beta)
-        return {client: Share(extra=total - first[client][0]) for client, (total,) in whole.items() if client in first}
+        later = {client: total - first[client][0] for client, (total,) in whole.items() if client in first}
+        return {client: Share(extra=max(0, images)) for client, images in later.items()}
 
     def due(self, shares: Iterable[Share], round: int) -> int:
         """Return the number of images that clients with these shares have to buy before a round."""
