@@ -11,20 +11,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.npy import to_numpy
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
-from fedeas_flwr.data.federated import local_data
+from fedeas_flwr.data.federated import FederatedData, local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
-from fedeas_flwr.federation.learners import DENOISER, find_learner
+from fedeas_flwr.federation.learners import CLASSIFIER, DENOISER, find_learner
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.generators.federated import (
@@ -34,7 +38,18 @@ from fedeas_flwr.generators.federated import (
     with_folder,
     write_received,
 )
-from fedeas_flwr.policies import ClientView, MatchedPolicy, answer_question, checked_plan, images_to_generate
+from fedeas_flwr.policies import (
+    EVALUATE,
+    Adaptive,
+    ClientView,
+    MatchedPolicy,
+    Measured,
+    Progress,
+    answer_question,
+    checked_plan,
+    images_to_generate,
+)
+from fedeas_flwr.runs.class_scores import ClassScores, Evaluated
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import find_algorithm
@@ -73,8 +88,15 @@ def query(message: Message, context: Context) -> Message:
         numbers = {"partitions": node.partitions, "examples": examples, "classes": classes}
         return messages.build_query_reply(message, client, **numbers)
     policy = config.find_policy()
+    if isinstance(policy, Adaptive) and question == EVALUATE:
+        evaluate_classes(policy, message, context)
+        return messages.build_query_reply(message, client)
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
+        if isinstance(policy, Adaptive) and messages.has_task(message):
+            task = messages.read_task(message)
+            scores = ClassScores(*_folder_and_owner(config, node, context, task))
+            view = _view(config, data, node, task, scores.latest(task.round))
         return messages.build_query_reply(message, client, **answer_question(policy, view, question, at))
     disclosure = find_algorithm(config.strategy).disclosure
     if disclosure is not None and question == disclosure.question:
@@ -95,15 +117,16 @@ def train_client(message: Message, context: Context) -> Message:
         config = _with_generator(config, node, task, message)
 
     # 1. Load the client's state after the last round whose reply the server used.
-    folder, owner = node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
+    folder, owner = _folder_and_owner(config, node, context, task)
     store = ClientStore(folder, owner, in_memory=by_reference)
     state = store.load(task.accepted_round)
     started = time.perf_counter()
 
     # 2. Plan how many images to generate per class: in the client's first round of each part of the plan, or after its
     #    data changed. The node's limit comes last, so that no other client's plan depends on it.
-    policy, settings = config.find_policy(), replace(config.policy_settings, beta=task.beta)
-    view = ClientView(data.label_counts(node.part), settings, [task.share], policy.part(task.round))
+    policy, scores = config.find_policy(), ClassScores(folder, owner)
+    adaptive = policy if isinstance(policy, Adaptive) else None
+    view = _view(config, data, node, task, scores.latest(task.round) if adaptive else None)
     (counts,) = view.counts.tolist()
     if state.part < view.round or data_changed(config, node.client, state, counts):
         (plan,) = images_to_generate(policy, view).tolist()
@@ -118,6 +141,10 @@ def train_client(message: Message, context: Context) -> Message:
     # 3. Generate the planned images that the cache lacks, or repeat real ones (oversample).
     copies = tuple(checked_plan(policy, view)[0].tolist()) if policy.repeats else ()
     local = local_images(config, data, node, generate, copies, task.service, state.generator, device)
+    images, labels = local.images, local.labels
+    if adaptive and (fraction := adaptive.held_out(task.round)):
+        trained_on = ~_held_out(config, node, len(data.partition.train[node.part]), len(labels), fraction)
+        images, labels = images[trained_on], labels[trained_on]
     generated = time.perf_counter()
 
     # 4. Train the classifier with the algorithm's objective, or the denoiser.
@@ -130,9 +157,9 @@ def train_client(message: Message, context: Context) -> Message:
         buffers=buffers,
         extra=messages.read_extra(message),
         memory=state.memory,
-        labels=local.labels,
+        labels=labels,
     )
-    trained = find_learner(config).train(client_round, local.images, by_reference)
+    trained = find_learner(config).train(client_round, images, by_reference)
 
     # 5. Save the state after this round, and reply.
     new_state = replace(state, memory=trained.algorithm.memory, generator=local.generator)
@@ -164,6 +191,35 @@ def evaluate_client(message: Message, context: Context) -> Message:
     return messages.evaluate_reply(message, report)
 
 
+def evaluate_classes(policy: Adaptive, message: Message, context: Context) -> None:
+    """Evaluate the received model on this client's images, and keep the scores of its classes on the client."""
+    task, model = messages.read_task(message), messages.read_model(message)
+    config, node = _open(context, task.task)
+    data, device = local_data(config, node), configure_torch(config.device, config.precision)
+    if config.trains_generator:
+        config = _with_generator(config, node, task, message)
+    folder, owner = _folder_and_owner(config, node, context, task)
+    state = ClientStore(folder, owner, in_memory=messages.is_in_process(message)).load(task.accepted_round)
+    generated, scores = state.generate or (), ClassScores(folder, owner)
+    local = local_images(config, data, node, generated, (), task.service, state.generator, device)
+    loss, predictions = CLASSIFIER.evaluate_each(config, data, local.images, local.labels, *model)
+    before, real = scores.latest(task.round - 1), len(data.partition.train[node.part])
+    labels = local.labels.cpu().numpy()
+    measured = Measured(
+        labels=labels,
+        loss=loss,
+        wrong=predictions != labels,
+        changed=before.changes(predictions, generated) if before else np.full(len(labels), np.nan),
+        synthetic=np.arange(len(labels)) >= real,
+        held_out=_held_out(config, node, real, len(labels), policy.held_out(task.round - 1)).numpy(),
+    )
+    (planned,) = checked_plan(policy, _view(config, data, node, task, before))
+    progress = Progress(task.share.base, planned, policy.score(measured, data.num_classes))
+    scores.write(Evaluated(task.round, progress, generated, predictions))
+    shown = " ".join(f"{score:.3g}" for score in progress.scores)
+    logger.info("client %d: scores of its classes before round %d: %s", node.client, task.round, shown)
+
+
 def data_changed(config: RunConfig, client: int, state: ClientState, counts: Sequence[int]) -> bool:
     """Return whether this client's label counts differ from those of its plan.
 
@@ -192,6 +248,28 @@ def warn_if_limit_changed(node: Node, kept: int, not_made: int) -> None:
     """
     if node.limited(kept + not_made) != kept:
         logger.warning("client %d: this node's limit has changed, but the run keeps its %d images", node.client, kept)
+
+
+def _view(
+    config: RunConfig, data: FederatedData, node: Node, task: TrainTask, evaluated: Evaluated | None
+) -> ClientView:
+    """Return a policy's input for a task; ``evaluated`` is the client's evaluation under an adaptive policy."""
+    settings, part = replace(config.policy_settings, beta=task.beta), config.find_policy().part(task.round)
+    progress = [evaluated.progress] if evaluated else []
+    return ClientView(data.label_counts(node.part), settings, [task.share], part, progress)
+
+
+def _folder_and_owner(config: RunConfig, node: Node, context: Context, task: TrainTask) -> tuple[Path, str]:
+    """Return the folder of this client's files in the run, and whose they are."""
+    return node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
+
+
+def _held_out(config: RunConfig, node: Node, real: int, images: int, fraction: float) -> torch.Tensor:
+    """Return a mask of the images that the client does not train on: a ``fraction`` of the ``real`` ones, the first."""
+    mask = torch.zeros(images, dtype=torch.bool)
+    chosen = stream(config.seed, "held out of training", node.client).permutation(real)[: round(fraction * real)]
+    mask[torch.from_numpy(chosen)] = True
+    return mask
 
 
 def _open(context: Context, task: str = "") -> tuple[RunConfig, Node]:

@@ -215,7 +215,8 @@ class RunConfig(_Table):
     """allocation policy: how many images of each class a client generates or, with oversample, repeats; for a policy of
     your own, its import path"""
     policy_args: str = ""
-    """arguments of a policy of your own, such as quantile=0.5; separated by spaces"""
+    """arguments of a policy of your own, such as quantile=0.5, or of an adaptive one, such as rounds=3,5 first=0.75;
+    separated by spaces"""
     beta: float = Field(6.0, ge=0, le=1e6)
     """budget parameter β; 0 generates nothing"""
     gamma: float = Field(0.5, ge=0, le=2)
@@ -462,6 +463,11 @@ class RunConfig(_Table):
         if self.total and "total" not in settings_of(self.policy, total_given=True):
             matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
+        if self.policy in POLICIES and (last := max(self.find_policy().parts)) > self.rounds:
+            raise ValueError(
+                f"rounds = {self.rounds}: must be at least {last}: policy '{self.policy}' spends the last part of its "
+                "budget in that round; policy-args = 'rounds=…' sets other rounds"
+            )
         if self.learning_rate_in(self.rounds) < _MIN_RATE:
             raise ValueError(
                 f"learning-rate-schedule = '{self.learning_rate_schedule}': the learning rate must stay at or above "

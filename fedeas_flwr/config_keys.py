@@ -11,7 +11,7 @@ from typing import Any
 
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, TABLES, RunConfig
 from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
-from fedeas_flwr.policies import POLICIES, settings_of
+from fedeas_flwr.policies import POLICIES, InParts, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
 _UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}
@@ -109,7 +109,7 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     unused = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
     unused.update(key for keys in STRATEGY_KEYS.values() for key in keys)
     unused.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
-    if config.policy in POLICIES:
+    if config.policy in POLICIES and not isinstance(POLICIES[config.policy], InParts):
         unused.add("policy-args")
     if config.partition in PARTITIONERS and not config.partition.endswith(DIRICHLET):
         unused.add("alpha")

@@ -29,6 +29,7 @@ from fedeas_flwr.policies import (
     FEDEAS,
     POLICIES,
     ClientView,
+    InParts,
     MatchedPolicy,
     Policy,
     PolicySettings,
@@ -128,12 +129,18 @@ def matched(rule: Rule) -> ScaledPolicy:
 def find_policy(name: str, arguments: str = "") -> Policy:
     """Return the policy of a name or an import path; ``arguments`` are those of the key ``policy-args``.
 
+    Named policies that take no arguments ignore them, so that a sweep can have both kinds.
+
     Raises
     ------
     ConfigError
         If the import path does not lead to a policy, or the policy does not take the arguments.
     """
-    return POLICIES[name] if name in POLICIES else load_policy(name, arguments)
+    found = POLICIES.get(name)
+    if isinstance(found, InParts):
+        made: Policy = call_with(found.with_arguments, name, "policy", parse_arguments(arguments, "policy-args"))
+        return made
+    return load_policy(name, arguments) if found is None else found
 
 
 def load_policy(path: str, arguments: str = "") -> Policy:
@@ -198,10 +205,9 @@ def _check_plans(policy: Policy, counts: IntArray, settings: PolicySettings) -> 
         raise ConfigError(f"total = {settings.total}: policy {name!r} sets its own; write @matched before the function")
     if not policy.parts or policy.parts[0] != 1 or list(policy.parts) != sorted({*policy.parts}):
         raise ConfigError(f"policy: {name!r} has parts = {policy.parts!r}: must be ascending rounds from 1")
-    view = ClientView(counts, settings)
-    view = replace(view, shares=split_over_rows(policy, view))
     for first in policy.parts:
-        view = replace(view, round=first)
+        view = ClientView(counts, settings, round=first)
+        view = replace(view, shares=split_over_rows(policy, view))
         planned, again = (checked_plan(policy, view) for _ in range(2))
         rows = [
             checked_plan(policy, replace(view, counts=counts[k : k + 1], shares=view.shares[k : k + 1]))[0]

@@ -143,7 +143,7 @@ def plan(
         policy_args=config.policy_args,
         rounds=config.rounds,
     )
-    made = stored_images(config, plan_module.generated(result))
+    made = stored_images(config, plan_module.generated(result))  # under an adaptive policy, the first part
     if config.shared_images != "no":
         result["shared_total"] = int(made.sum())
     if estimate:

@@ -61,6 +61,10 @@ class ClientRegistry:
             shares = policy.split_total(partial(self._query_all, policy), classes, self.config.policy_settings)
             self.shares = shares | dict.fromkeys(self.refused, EMPTY_SHARE)
 
+    def shares_to_keep(self) -> dict[int, tuple[int, int, float]]:
+        """Return the shares as a checkpoint stores them."""
+        return {client: (share.base, share.extra, share.level) for client, share in self.shares.items()}
+
     def share_of(self, client: int) -> Share:
         """Return a client's share; an empty one for a client that joined after the total was split."""
         return self.shares.get(client, EMPTY_SHARE)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from logging import ERROR, INFO, WARNING
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.learners import find_learner
+from fedeas_flwr.federation.purchases import buy_images
 from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -110,7 +111,7 @@ class Federation:
         if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.disclosing_clients():
             self.clients.collect_disclosures(self.strategy)
             self.clients.manager.admitted = self.strategy.disclosing_clients()
-        start = replace(start, shares={client: astuple(share) for client, share in self.clients.shares.items()})
+        start = replace(start, shares=self.clients.shares_to_keep())
         self._recorded, self._checkpointed_round, self._round_in_progress = start, start.round, start.round
         try:
             state = self._run_rounds(start, test)
@@ -133,8 +134,9 @@ class Federation:
         consecutive_failures, startup = 0, {STARTUP: self.run.seconds_since_start()}
         with BackgroundTask() as background:
             while state.round < self.config.rounds and not self.stopped:
-                self._round_in_progress = state.round + 1
+                self._round_in_progress, bought = state.round + 1, None
                 try:
+                    bought = buy_images(self.training, state)
                     (state, outcome), consecutive_failures = self.training.train_round(state), 0
                 except TooFewRepliesError as error:
                     consecutive_failures += 1
@@ -143,19 +145,25 @@ class Federation:
                         if not self.stopped:
                             raise
                     log(WARNING, "%s; the model is unchanged", error)
-                    state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
+                    state = replace(state, round=state.round + 1, shares=self.clients.shares_to_keep())
+                    outcome = RoundOutcome([], error.failures, {})
                 if state.generated.keys() >= self.clients.nodes.keys():
                     self.on_generation_done()
                 outcome.seconds["end_wait"] = background.wait()  # for the previous round
                 outcome.seconds.update(startup)
                 startup = {}
                 if not self.stopped:
-                    self._end_round(state, outcome, test, background)
+                    self._end_round(state, outcome, bought, test, background)
                 del outcome  # frees the clients' models before the next round's arrive
         return self._recorded
 
     def _end_round(
-        self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, background: BackgroundTask
+        self,
+        state: Checkpoint,
+        outcome: RoundOutcome,
+        bought: Mapping[str, Any] | None,
+        test: Evaluate | None,
+        background: BackgroundTask,
     ) -> None:
         """Measure, record and, if due, checkpoint a round; in the background if the server evaluates."""
         last = state.round == self.config.rounds
@@ -165,6 +173,7 @@ class Federation:
         # Clients cannot evaluate while they train.
         blocking = last or (test is None and self.config.evaluates_in(state.round))
         metadata = self._round_metadata(state, outcome)  # before the next round, which changes the strategy
+        metadata |= {"bought": bought} if bought else {}
 
         def finish_round() -> None:
             measured = self._measure(state, outcome, test, blocking)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fedeas_flwr.allocation import FloatArray, IntArray
 from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import stream
@@ -28,8 +29,8 @@ from fedeas_flwr.runs.files import GENERATOR
 from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
-from fedeas_flwr.training.engine import State, TrainResult
-from fedeas_flwr.training.evaluation import Evaluate, Evaluator, central_test
+from fedeas_flwr.training.engine import State, TrainResult, copy_state
+from fedeas_flwr.training.evaluation import Evaluate, Evaluator, central_test, evaluate_each
 from fedeas_flwr.training.models import Normaliser, split_state
 
 
@@ -100,11 +101,31 @@ class Classifier:
         """Count the client's own test images that the model classifies correctly."""
         images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
         normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-        if self._evaluation.config != config:
-            self._evaluation.network, self._evaluation.config = build_network(config).to(device), config
-        evaluator = Evaluator(self._evaluation.network, images, labels, data.num_classes, normalise)
+        evaluator = Evaluator(self._network(config, device), images, labels, data.num_classes, normalise)
         result = evaluator.evaluate(trainable, buffers)
         return EvaluateReport(node.client, result.examples, result.correct, result.loss)
+
+    def evaluate_each(
+        self,
+        config: RunConfig,
+        data: FederatedData,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        trainable: State,
+        buffers: State,
+    ) -> tuple[FloatArray, IntArray]:
+        """Return a model's loss and prediction for each of a client's images, which are on the device."""
+        device = str(images.device)
+        network, normalise = self._network(config, device), Normaliser(data.dataset.mean, data.dataset.std, device)
+        copy_state(network, trainable, buffers)
+        loss, predicted = evaluate_each(network, images, labels, normalise)
+        return loss.double().cpu().numpy(), predicted.cpu().numpy()
+
+    def _network(self, config: RunConfig, device: str) -> torch.nn.Module:
+        """Return this thread's network for evaluations."""
+        if self._evaluation.config != config:
+            self._evaluation.network, self._evaluation.config = build_network(config).to(device), config
+        return self._evaluation.network
 
     def central_test(self, config: RunConfig, device: str) -> Evaluate:
         """Return a function that computes accuracies and loss on the global test set."""
@@ -190,9 +211,9 @@ class Denoiser:
         federated.write_generator(folder, config, run.load_model(), run.rounds(), loss, pick_device(config.device))
 
 
-_CLASSIFIER, DENOISER = Classifier(), Denoiser()
+CLASSIFIER, DENOISER = Classifier(), Denoiser()
 
 
 def find_learner(config: RunConfig) -> Learner:
     """Return what the run trains."""
-    return DENOISER if config.task == "generator" else _CLASSIFIER
+    return DENOISER if config.task == "generator" else CLASSIFIER

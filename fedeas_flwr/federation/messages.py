@@ -1,7 +1,8 @@
 """Messages between the server and the clients: each one's writer, and the reader that checks it.
 
     query     server: a question, at a β or     client: its id and the whole numbers asked for, nothing else;
-                      a level                           or its id and arrays that a `disclose-…` key allows
+                      a level; perhaps its              or its id and arrays that a `disclose-…` key allows
+                      task and the model
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
                       share, extra arrays,
@@ -30,7 +31,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, PolicySettings, Share
+from fedeas_flwr.policies import AT_ONCE, EMPTY_SHARE, PolicySettings, Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,
@@ -173,7 +174,7 @@ class EvaluateReport:
 class AugmentTask:
     """What `with_fedeas` adds to another app's messages: how an `Augmenter` plans its client's images."""
 
-    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(POLICIES), f"one of {', '.join(POLICIES)}")))
+    policy: str = field(metadata=_on_wire(_text("fedeas-policy", "|".join(AT_ONCE), f"one of {', '.join(AT_ONCE)}")))
     beta: float = field(metadata=_on_wire(_number("fedeas-beta"), build=float))
     gamma: float = field(metadata=_on_wire(_number("fedeas-gamma"), build=float))
     strict_mean: bool = field(metadata=_on_wire(_Key("fedeas-strict-mean", lambda v: type(v) is bool, "true or false")))
@@ -203,10 +204,22 @@ def is_in_process(message: Message) -> bool:
 # ------------------------------------------------------------------------------------------------ query
 
 
-def build_query(node: int, question: str, at: float = 0.0, message_type: str = MessageType.QUERY) -> Message:
-    """Build a query to a node: its ``identity``, a matched policy's question at a β or a level, or a disclosure."""
+def build_query(
+    node: int,
+    question: str,
+    at: float = 0.0,
+    message_type: str = MessageType.QUERY,
+    task: TrainTask | None = None,
+    model: Mapping[str, ArrayRecord] | None = None,
+) -> Message:
+    """Build a query to a node: its ``identity``, a matched policy's question at a β or a level, or a disclosure.
+
+    The questions of an adaptive policy during a run have the client's task, and ``evaluate`` also has the model.
+    """
     config = ConfigRecord({"question": question, "at": at})
-    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=message_type)
+    if task is not None:
+        _write(config, task)
+    return Message(RecordDict({CONFIG: config, **(model or {})}), dst_node_id=node, message_type=message_type)
 
 
 def read_question(message: Message) -> tuple[str, float]:
@@ -266,6 +279,11 @@ def add_task(
 def read_task(message: Message) -> TrainTask:
     """Return the client's task; raise `MessageError` for a value that is not allowed."""
     return _read(TrainTask, message.content.config_records[CONFIG])
+
+
+def has_task(message: Message) -> bool:
+    """Return whether a query has the client's task."""
+    return "server-round" in message.content.config_records[CONFIG]
 
 
 def read_model(message: Message) -> tuple[Arrays, Arrays]:

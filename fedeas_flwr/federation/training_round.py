@@ -118,7 +118,7 @@ class TrainingRounds:
 
         # 4. Check every reply. The valid ones are used in ascending client id, whatever their order of arrival.
         accepted, failures = self._check_replies(sampled, replies, state)
-        self._check_quorum(number, sampled, failures, replies)
+        self.check_quorum(number, sampled, failures, replies)
         accepted = self._without_idle(number, accepted, failures)
         reports = [reply.report for reply in accepted]
         gamma_hat = self._gamma_hat(state, accepted)  # before step 5, in which the strategy may change the replies
@@ -140,7 +140,7 @@ class TrainingRounds:
             buffers=buffers,
             accepted=state.accepted | {report.client: number for report in reports},
             generated=state.generated | {report.client: report.generated for report in reports},
-            shares=state.shares,
+            shares=self.clients.shares_to_keep(),
             strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
             average=self._average(state, trainable) if self.config.task == "generator" else {},
         )
@@ -159,6 +159,20 @@ class TrainingRounds:
         drawn = stream(self.config.seed, "sample", number).choice(len(clients), count, replace=False)
         return [clients[i] for i in sorted(drawn)]
 
+    def task_of(self, client: int, state: Checkpoint, run: str) -> TrainTask:
+        """Return a client's task in the round that follows ``state``; ``run`` is the run's identity."""
+        return TrainTask(
+            round=state.round + 1,
+            beta=self.config.beta,
+            accepted_round=state.accepted.get(client, 0),
+            checkpointed_round=self.checkpointed.get(client, 0),
+            previous_checkpointed_round=self.previously_checkpointed.get(client, 0),
+            run=run,
+            share=self.clients.share_of(client),
+            service=self.service,
+            task=self.config.task,
+        )
+
     def _configure(self, number: int, online: Sequence[int], state: Checkpoint) -> list[Message]:
         """Return one message per client, in the order in which they are to be sent."""
         if not online:
@@ -171,17 +185,7 @@ class TrainingRounds:
         run = self.run.identity()
         for message in out:
             client = client_of[message.metadata.dst_node_id]
-            task = TrainTask(
-                round=number,
-                beta=self.config.beta,
-                accepted_round=state.accepted.get(client, 0),
-                checkpointed_round=self.checkpointed.get(client, 0),
-                previous_checkpointed_round=self.previously_checkpointed.get(client, 0),
-                run=run,
-                share=self.clients.share_of(client),
-                service=self.service,
-                task=self.config.task,
-            )
+            task = self.task_of(client, state, run)
             messages.add_task(message, task, buffers, extra, None if client in state.generated else self.generator)
 
         def order(message: Message) -> tuple[int, int]:
@@ -234,25 +238,27 @@ class TrainingRounds:
             if isinstance(result, AcceptedReply):
                 accepted.append(result)
                 continue
-            reason = result or self._missing_reply_reason(client, replies)
+            reason = result or self.missing_reply_reason(client, replies)
             log(INFO, "client %d: %s", client, reason)
             failures.append({"client": client, "reason": reason})
         return accepted, failures
 
-    def _missing_reply_reason(self, client: int, replies: Mapping[int, Message | None]) -> str:
+    def missing_reply_reason(self, client: int, replies: Mapping[int, Message | None]) -> str:
+        """Return why there is no reply of a client, or why it failed."""
         if client not in replies:
             return "its node is offline"
         if (reply := replies[client]) is None:
             return f"no reply within {self.config.round_timeout:g} s"
         return messages.failure_reason(reply)
 
-    def _check_quorum(
+    def check_quorum(
         self,
         number: int,
         sampled: Sequence[int],
         failures: list[dict[str, Any]],
         replies: Mapping[int, Message | None],
     ) -> None:
+        """Raise `TooFewRepliesError`, or `ProcessesDiedError`, if more of the sampled clients failed than allowed."""
         if len(sampled) - len(failures) >= self.config.min_replies_for(len(sampled)):
             return
         first = failures[0]

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.messages import AugmentTask
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, PolicySettings, Share, allocate
+from fedeas_flwr.policies import AT_ONCE, EMPTY_SHARE, POLICIES, MatchedPolicy, PolicySettings, Share, allocate
 
 log = logging.getLogger("flwr").log
 
@@ -51,7 +51,7 @@ def with_fedeas(
     beta
         Scale of the budgets; `fedeas plan` helps to choose it.
     policy
-        Name of a policy that needs no other clients' label counts.
+        Name of a policy that needs no other clients' label counts and plans once, before the client first trains.
     gamma, strict_mean, total
         As for `allocate`.
 
@@ -62,8 +62,8 @@ def with_fedeas(
     RunError
         Under a matched policy, in round 1, if a client does not answer.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+    if policy not in AT_ONCE:
+        raise ValueError(f"policy={policy!r}: must be one of {', '.join(AT_ONCE)}")
     allocate([[1, 0]], policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)  # checks the values
     task = AugmentTask(policy, float(beta), float(gamma), strict_mean)
     rule, configure, shares = POLICIES[policy], strategy.configure_train, dict[int, Share]()

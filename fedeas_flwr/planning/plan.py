@@ -14,6 +14,7 @@ from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.policies import (
     REFERENCES,
+    Adaptive,
     ClientView,
     PolicySettings,
     allocate,
@@ -49,18 +50,25 @@ def plan(
     `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
     `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and ``synthetic_fraction``
     are fractions. A policy that repeats images generates nothing; its clients also have ``repeat``, the number of
-    copies per class, and the plan has their sum, ``repeated``.
+    copies per class, and the plan has their sum, ``repeated``. Under a policy that plans in parts, ``parts`` has the
+    number of images of each. Under an adaptive one the plan is the first part, and the clients also have ``at_most``,
+    the largest number of images that each can have after the last one.
     """
     counts, rule = checked_counts(counts), None if policy in REFERENCES else find_policy(policy, policy_args)
     settings = settings_of(rule or policy, total is not None)
     keys: dict[str, Any] = {"beta": beta, "gamma": gamma, "strict_mean": strict_mean, "total": total}
-    generate = allocate(counts, rule or policy, **keys, round=rounds)
+    begins = [first for first in (rule.parts if rule else (1,)) if rounds is None or first <= rounds]
+    wholes = [int(allocate(counts, rule or policy, **keys, round=first).sum()) for first in begins]
+    adapts = isinstance(rule, Adaptive) and len(begins) > 1
+    generate = allocate(counts, rule or policy, **keys, round=1 if adapts else rounds)
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     repeats = rule is not None and rule.repeats
     repeat = checked_plan(rule, view) if rule and repeats else allocation.none(counts)
     budgets = rule.budget(view) if rule else None
     samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
-    real, made = int(counts.sum()), int(generate.sum())
+    real, made, later = int(counts.sum()), int(generate.sum()), wholes[-1] - wholes[0]
+    full = allocation.full_balance(counts)
+    at_most = generate.sum(axis=1) + np.minimum(later, np.maximum(0, full - generate).sum(axis=1))
     return {
         "dataset": dataset,
         "protocol": protocol,
@@ -77,11 +85,22 @@ def plan(
                 "budget": None if budgets is None else int(budgets[k]),
                 "generate": row,
                 **({"repeat": repeat[k].tolist()} if repeats else {}),
+                **({"at_most": int(at_most[k])} if adapts else {}),
             }
             for k, row in enumerate(generate.tolist())
         ],
         "total": made,
-        "full_balance_total": int(allocation.full_balance(counts).sum()),
+        **(
+            {
+                "parts": [
+                    {"round": first, "images": n}
+                    for first, n in zip(begins, np.diff([0, *wholes]).tolist(), strict=True)
+                ]
+            }
+            if len(begins) > 1
+            else {}
+        ),
+        "full_balance_total": int(full.sum()),
         "imbalance": {
             "before": allocation.imbalance(counts).score,
             "after": allocation.imbalance(counts, generate + repeat).score,
@@ -163,10 +182,14 @@ def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
     part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
     repeat = "To repeat:    {:,} of the clients' own samples; classes that a client lacks stay empty"
+    parts = [f"{part['images']:,} before round {part['round']}" for part in plan.get("parts", [])]
+    whole = sum(part["images"] for part in plan.get("parts", []))
+    chosen = f"; {whole:,} in total. This plan is the first part; clients choose the classes of the others in the run"
     shared = "Shared:       {:,} images are generated for all clients together (shared-images)"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
         f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data",
+        *([f"In parts:     {', '.join(parts)}{chosen if 'at_most' in plan['clients'][0] else ''}"] if parts else []),
         *([shared.format(plan["shared_total"])] if "shared_total" in plan else []),
         f"Full balance: {counted(full, 'sample')}{part}",
         f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",

@@ -44,6 +44,8 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
     notes = []
     for group in groups:
         config = group.config
+        if any("bought" in record for member in group.members for record in member.rounds):
+            continue  # no plan: clients chose the classes during the run (purchases.py)
         try:
             counts = planned_counts(config, config.clients)
             generated = planned_allocation(config, counts) if config.generates else None

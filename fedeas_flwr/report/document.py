@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.data.datasets import dataset_info, short_name
 from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
-from fedeas_flwr.report import allocations, samples
+from fedeas_flwr.report import allocations, purchases, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
     Group,
@@ -52,6 +52,7 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
         *_classes(groups),
         _worst_client(groups),
         allocation_section(groups),
+        purchase_section(groups),
         sample_section(groups),
         _gamma_hat(groups),
         _time(groups),
@@ -231,6 +232,27 @@ def allocation_section(groups: Sequence[Group]) -> Section | None:
         Picture(f"allocation-{number}", allocations.draw(found), found.caption) for number, found in enumerate(maps, 1)
     ]
     return Section("Where the images go", notes, pictures=pictures)
+
+
+def purchase_section(groups: Sequence[Group]) -> Section | None:
+    """Return what clients bought during the runs of adaptive policies; None if none did."""
+    found = purchases.purchases_of(groups)
+    if not found:
+        return None
+    text = "Clients bought these images during the run, at one price for all: level / (1 − level). "
+    text += "A client buys images of the classes with the highest scores for the images it has."
+    hidden = [bought.group.name for bought in found if bought.by_class is None]
+    notes = [f"No picture of {', '.join(hidden)}: the scores of the clients' classes are not here."] if hidden else []
+    caption = "Images by class over the rounds: the first part of the plan, then what all clients bought together."
+    pictures = [
+        Picture(f"bought-{number}", bought.draw(), caption)
+        for number, bought in enumerate(found, 1)
+        if bought.by_class is not None
+    ]
+    table = Table(
+        ("", "before round", "images", "clients", "level"), [row for bought in found for row in bought.rows()]
+    )
+    return Section("What was bought when", [text, *notes], [table], pictures)
 
 
 def sample_section(groups: Sequence[Group]) -> Section | None:

@@ -49,6 +49,11 @@ LABELS = {
     "greedy": "Greedy reference",
     "waterfill": "Waterfill (ours)",
     "oversample": "Oversampling, nothing generated",
+    "fedeas-in-parts": "FedEAS in parts (ours)",
+    "adaptive": "Adaptive, by loss (ours)",
+    "adaptive-accuracy": "Adaptive, by accuracy (ours)",
+    "adaptive-disagreement": "Adaptive, by disagreement (ours)",
+    "adaptive-agreement": "Adaptive, by loss and agreement (ours)",
 }
 
 

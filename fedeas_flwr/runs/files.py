@@ -5,7 +5,8 @@ config.json            the run-config, the environment, the class names, the has
 rounds.jsonl           one JSON object per round
 checkpoint.safetensors everything the server needs to resume after the last checkpointed round
 checkpoint-previous.safetensors   the checkpoint before it, in case the last one is damaged
-clients/ID/            state of client ID between rounds (simulation; see federation/client_state.py)
+clients/ID/            state of client ID between rounds (simulation; see federation/client_state.py) and, under an
+                       adaptive policy, the scores of its classes (runs/class_scores.py)
 identity               the run's unique name, also in its checkpoint and in the folders of nodes (data/node.py)
 noise-key              the secret key of the noise of `dp`, readable by its owner only, and its releases
 model.safetensors      the final model
@@ -42,7 +43,8 @@ _SWEEP_FILES = ("run.toml", "output.log")
 _START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
 _IN_FOLDERS = (
-    *("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*"),
+    *("clients/*/state-*", "clients/*/.state-*.tmp", "clients/*/scores-*", "clients/*/.scores-*.tmp"),
+    "tensorboard/events.out.tfevents.*",
     *(f"{GENERATOR}/{name}" for name in ("README.md", CHECKSUMS, "*.png", "unet/*", "scheduler/*")),
 )
 _FILES = (

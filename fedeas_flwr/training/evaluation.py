@@ -126,6 +126,19 @@ class Evaluator:
             yield
 
 
+@torch.no_grad()
+def evaluate_each(
+    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, normalise: Normaliser
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and the predicted class of every image."""
+    found = []
+    for pixels, targets in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
+        logits = model.eval()(normalise(pixels))
+        found.append((F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1)))
+    loss, predicted = zip(*found, strict=True)
+    return torch.cat(loss), torch.cat(predicted)
+
+
 def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     """Return a function that evaluates a model state on the global test set."""
     data = federated_data(config, clients)

@@ -69,12 +69,12 @@ def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.generates(PolicySettings(2.0))])
 def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_generator: Path, policy: str) -> None:
     beta = {"linear": 0.3}.get(policy, 2.0)
-    keys = {**CHEAP, "policy": policy, "participation": 1.0, "rounds": 1}
+    keys = {**CHEAP, "policy": policy, "policy_args": "rounds=", "participation": 1.0, "rounds": 1}
     # Full balance needs thousands of images unless the clients are nearly balanced.
     config = quick(tmp_path / policy, **keys, **({"alpha": 5.0} if policy == "full-balance" else {"beta": beta}))
     run = finish(config)
     counts = planned_counts(config, 4)
-    expected = allocate(counts, policy, beta=beta)
+    expected = allocate(counts, config.find_policy(), beta=beta)
     assert run.summary()["total_generated"] == expected.sum() > 0
     for client in range(4):
         assert client_state(run, client, 1).generate == tuple(expected[client].tolist())
