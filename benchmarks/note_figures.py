@@ -147,6 +147,7 @@ def main() -> None:
     for name, draw in FIGURES.items():
         figure, axis = plt.subplots(figsize=(11, 5), layout="constrained")
         draw(axis)
+        axis.margins(y=0.1)  # room between the highest number and the title
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
         figure.savefig(options.out / f"{name}.png", dpi=100, metadata={"Software": None})

@@ -17,7 +17,7 @@ import fedeas_flwr
 from fedeas_flwr.commands.app import app
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("*.md", "docs/*.md", "results/**/*.md", "results/**/*.png", "examples/*.ipynb", "LICENSE")
+SHOWN = ("*.md", "docs/*.md", "docs/*.css", "results/**/*.md", "results/**/*.png", "examples/*.ipynb", "LICENSE")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from fedeas_flwr.allocation import IntArray, fill_to
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.planning import curves
-from fedeas_flwr.planning.beta_selection import Choice, option, show
+from fedeas_flwr.planning.beta_selection import SHARES, Choice, show
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.report.style import COLOURS, INK, annotate, label_of, legend_above, tidy
 
@@ -199,14 +199,15 @@ def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
     ceiling = right
     if choice.limits.min_removed is not None:
         axes.axhline(least, color=INK, ls="--", lw=1)
-        annotate(axes, f"{option('min_removed')} {least:g}", (right, least), (-4, 4), ha="right", fontsize=8.5)
+        annotate(axes, f"at least {100 * least:g} %", (0, least), (4, 4), fontsize=9)
     for name in choice.limits.ceilings():
         share = _as_synthetic_share(path, choice, name)
         ceiling = min(ceiling, share)
         if share < right:
             axes.axvline(share, color=INK, ls="--", lw=1)
-            text = f"{option(name)} {choice.limits.given()[name]:.12g}"
-            annotate(axes, text, (share, 0), (4, 5), rotation=90, fontsize=8.5)
+            limit = choice.limits.given()[name]
+            most = f"{100 * limit:.12g} %" if name in SHARES else f"{limit:,.12g} {name.removeprefix('max_')}"
+            annotate(axes, f"at most {most}", (share, 0), (4, 5), rotation=90, fontsize=9)
     colour, allowed = COLOURS["full-balance"], show(choice.windows, choice.end)
     axes.fill_between([0, ceiling], least, top, color=colour, alpha=0.18, lw=0, label=allowed)
 

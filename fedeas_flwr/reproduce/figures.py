@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from fedeas_flwr.allocation import IntArray, budget, fill_to, normalised_entropy
+from fedeas_flwr.allocation import IntArray, budget, fill_to, full_balance, normalised_entropy
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.planning import curves
@@ -71,15 +71,19 @@ def setting_of(results: Results) -> Setting:
 
 
 def _pair(first: str, second: str) -> tuple[Figure, Axes, Axes]:
-    figure = Figure(figsize=(12.8, 4.4), layout="constrained", dpi=150)
-    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
+    """Return two axes side by side, small enough that their text can be read on half a slide."""
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained", dpi=200)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.04})
     for axes, letter, title in ((left, "a", first), (right, "b", second)):
         axes.set_title(f"({letter}) {title}", loc="left", fontsize=12)
     return figure, left, right
 
 
-def _level_titles(figure: Figure) -> Figure:
-    """Put both titles at the same height, above the higher legend."""
+def _level_titles(figure: Figure, message: str = "") -> Figure:
+    """Put both titles at the same height, above the higher legend, and the message above them."""
+    if message:
+        figure.set_layout_engine("constrained", h_pad=0.09)
+        figure.suptitle(message, fontsize=12, fontweight="bold", color=INK)
     figure.draw_without_rendering()
     legends = [legend.get_window_extent().height for axes in figure.axes if (legend := axes.get_legend())]
     for axes in figure.axes:
@@ -89,15 +93,21 @@ def _level_titles(figure: Figure) -> Figure:
 
 def draw_motivation(setting: Setting) -> Figure:
     """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
-    figure, left, right = _pair("Images to generate per client", "Accuracy by policy")
+    total = int(setting.generated.sum())
+    figure, left, right = _pair("Images to generate per client", f"Accuracy with {total:,} images in all")
     draw_demand(left, setting.path, setting.generated, setting.beta)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
-    total = int(setting.generated.sum())
     right.set_ylabel(setting.score)
-    names = ["FedAvg", *(f"{LABELS[method]}\n{total:,} images" for method in POLICIES[1:])]
+    names = ["FedAvg,\nno images", *(LABELS[method].replace("-", "-\n") for method in POLICIES[1:])]
     right.set_xticks(range(len(names)), names)
-    return _level_titles(figure)
+    share = total / max(1, int(full_balance(setting.path.counts).sum()))
+    message = f"FedEAS generates {100 * share:.0f} % of the images of full balance"
+    fedavg, fedeas = values[0].mean, values[-1].mean
+    if fedavg is not None and fedeas is not None:
+        message += f": {fedeas - fedavg:+.1f} points over FedAvg"
+    return _level_titles(figure, message)
 
 
 def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
@@ -105,19 +115,19 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
     for place, value in enumerate(values):
         colour = COLOURS["none" if value.cell.endswith("/fedavg") else value.cell.partition("/")[2]]
         if value.mean is not None:
-            axes.bar(place, value.mean, 0.62, color=colour, yerr=value.sd or None, capsize=4, ecolor=INK)
+            axes.bar(place, value.mean, 0.56, color=colour, yerr=value.sd or None, capsize=4, ecolor=INK)
             _write_on_bar(axes, place, value.mean, value.sd or 0.0)
         else:
             axes.annotate("not run yet", (place, 1), ha="center", fontsize=10, color=INK, rotation=90, va="bottom")
         if value.paper is not None:
-            axes.plot(place + 0.37, value.paper, "D", ms=7, mfc="white", mec=INK, mew=1.4, zorder=4)
-            annotate(axes, f"{value.paper:.1f}", (place + 0.37, value.paper), (7, -3), fontsize=8.5)
+            axes.plot(place + 0.5, value.paper, "D", ms=7, mfc="white", mec=INK, mew=1.4, zorder=4)
+            annotate(axes, f"{value.paper:.1f}", (place + 0.5, value.paper), (0, -17), ha="center", fontsize=9)
     comparable = all(value.comparable for value in values)
     name = "the paper's" if comparable else "the paper's, on CIFAR-10"
     axes.plot([], [], "D", ms=7, mfc="white", mec=INK, mew=1.4, label=name)
     axes.bar([0], [0], color=COLOURS["fedeas"], label=f"ours, {_show_seeds(values)}")
     axes.set_ylim(0, 100 if max([v.mean or 0 for v in values]) > 85 else 92)
-    axes.set_xlim(-0.6, len(values) - 0.1)
+    axes.set_xlim(-0.5, len(values) - 0.2)
     tidy(axes, grid="y")
     legend_above(axes)
 
@@ -204,7 +214,26 @@ def draw_convergence(setting: Setting) -> Figure:
     figure, *both = _pair(*titles)
     for axes, place in zip(both, places, strict=True):
         _draw_curves(axes, setting, place)
-    return _level_titles(figure)
+    return _level_titles(figure, _rounds_message(setting, places))
+
+
+def _rounds_message(setting: Setting, places: Sequence[str]) -> str:
+    """Return the mean first round at the threshold, of both methods, or nothing if one has none."""
+    found = []
+    for method in ("fedeas", "missing-only"):
+        firsts = [_first_rounds(setting.results.of(f"{place}/{method}"), setting.config.threshold) for place in places]
+        if not all(firsts):
+            return ""
+        found += [f"{np.mean(rounds):.0f}" for rounds in firsts]
+    few, many = (cell(f"{place}/fedeas").config(setting.results.scale, 1).clients for place in places)
+    return (
+        f"FedEAS reaches {100 * setting.config.threshold:.0f} % in round {found[0]} ({few} clients) and {found[1]} "
+        f"({many}); Missing-only in {found[2]} and {found[3]}"
+    )
+
+
+def _first_rounds(runs: Sequence[Measured], threshold: float) -> list[int]:
+    return [first for run in runs if (first := run.first_round_at(threshold)) is not None]
 
 
 def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
@@ -242,7 +271,7 @@ def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: flo
     rounds, mean = np.arange(1, found.shape[1] + 1), found.mean(axis=0)
     if len(runs) > 1:
         axes.fill_between(rounds, found.min(axis=0), found.max(axis=0), color=colour, alpha=0.18, lw=0)
-    firsts = [first for run in runs if (first := run.first_round_at(threshold)) is not None]
+    firsts = _first_rounds(runs, threshold)
     if firsts:
         axes.axvline(float(np.mean(firsts)), color=colour, ls=(3.0 * turn, (2, 4)), lw=1.6)
     axes.plot(rounds, mean, color=colour, lw=1.9)
@@ -253,9 +282,9 @@ def draw_sensitivity(setting: Setting) -> Figure:
     """Draw Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
     figure, left, right = _pair("Accuracy at matched budgets", "Budget parameter selection")
     totals = [setting.path.at(beta).images for beta in setting.betas]
+    values = {policy: [setting.last_20(method) for method in swept_methods(policy)] for policy in ("fedeas", "uniform")}
     for policy, marker in (("fedeas", "o"), ("uniform", "s")):
-        values = [setting.last_20(method) for method in swept_methods(policy)]
-        _draw_budgets(left, values, totals, LABELS[policy], COLOURS[policy], marker)
+        _draw_budgets(left, values[policy], totals, LABELS[policy], COLOURS[policy], marker)
     left.set(xlabel="images generated in all", ylabel=setting.score)
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     left.set_xlim(left=0)
@@ -264,8 +293,15 @@ def draw_sensitivity(setting: Setting) -> Figure:
         legend_above(left)
     else:
         _say_not_run(left)
-    draw_selection(right, setting.path, setting.betas, setting.beta, choose(setting.path, CONDITIONS, setting.betas))
-    return _level_titles(figure)
+    choice = choose(setting.path, CONDITIONS, setting.betas)
+    draw_selection(right, setting.path, setting.betas, setting.beta, choice)
+    pairs = [(a.mean, b.mean) for a, b in zip(*values.values(), strict=True)]
+    both = [(ours, other) for ours, other in pairs if ours is not None and other is not None]
+    if not both:
+        return _level_titles(figure)
+    message = f"FedEAS is above Uniform at {sum(ours > other for ours, other in both)} of {len(both)} matched budgets"
+    fitting = [f"{point.beta:g}" for point, broken in choice.grid if not broken]
+    return _level_titles(figure, message + (f"; β = {', '.join(fitting)} meets both conditions" if fitting else ""))
 
 
 def _draw_budgets(
