@@ -61,6 +61,7 @@ def follow(name: str, folder: Path) -> None:
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+@pytest.mark.slow
 def test_guide_reading_a_report(tmp_path: Path) -> None:
     follow("reading-a-report.md", tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 100_000 and (tmp_path / "report" / "accuracy.png").is_file()

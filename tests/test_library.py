@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,10 @@ def test_readme_library_example_makes_the_worked_client(digits_generator: Path) 
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the configs of a clone and README's policy."""
+    monkeypatch.setitem(sys.modules, "rules", None)  # remembers the module of another test, to restore it
+    monkeypatch.delitem(sys.modules, "rules")
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     (tmp_path / "rules.py").write_text(POLICY)
     return tmp_path

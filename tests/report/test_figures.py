@@ -116,7 +116,7 @@ def test_report_figures_have_no_overlap(name: str) -> None:
         assert faults(comparison_figure(groups)) == []
 
 
-@pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), ("cifar10", 20)])
+@pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), pytest.param("cifar10", 20, marks=pytest.mark.slow)])
 def test_plan_figures_have_no_overlap(dataset: str, clients: int) -> None:
     partition = make_partition(dataset, "paper", clients, 0.1, 42)
     path = BudgetPath(partition.counts(plan_labels(dataset, "paper"), 10))
