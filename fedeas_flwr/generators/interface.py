@@ -133,6 +133,10 @@ class LazyGenerator:
 
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:
-    """Return the run-config's keys that describe the origin of its images."""
+    """Return the run-config's keys that describe the origin of its images.
+
+    The default of `guidance-stop` is left out, since the manifests of images made before this key do not have it.
+    """
     keys, parts = ("generator", "dataset", "sampler", "sampler-steps"), ("guidance", "generation-")
-    return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}
+    found = {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}
+    return {k: v for k, v in found.items() if (k, v) != ("guidance-stop", 1.0)}

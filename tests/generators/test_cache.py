@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from waiting import LONG
 
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.generators import cache as cache_module
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.fill import fill
-from fedeas_flwr.generators.interface import Generator, SampleId
+from fedeas_flwr.generators.interface import Generator, SampleId, describe_generator
 
 
 class Fake:
@@ -289,3 +290,7 @@ def test_find_old_manifest_without_key_matches_zero(tmp_path: Path) -> None:
     assert cache.find({"generator": "fake", "guidance-rescale": 0.0}, 1) == found
     assert cache.find({"generator": "fake", "guidance-rescale": 0.7}, 1) is None
     assert cache.find({"generator": "fake", "sampler": "dpm++"}, 1) is None
+    # All keys of guidance that are newer than some manifests describe the same images by their defaults.
+    newer = {k: v for k, v in describe_generator(parse_config({})).items() if k.startswith("guidance-")}
+    assert cache.find({"generator": "fake", **newer}, 1) == found
+    assert "guidance-stop" in describe_generator(parse_config({"guidance-stop": 0.5}))
