@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedeas_flwr.generators.interface import Generator, SampleId
     from fedeas_flwr.generators.opening import open_generator
     from fedeas_flwr.partition import Partition, dirichlet_partition, make_partition
-    from fedeas_flwr.policies import allocate
+    from fedeas_flwr.policies.registry import allocate
 
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 
 _MODULES = (
     "allocation",
-    "policies",
+    "policies.registry",
     "partition",
     "generators.interface",
     "generators.cache",

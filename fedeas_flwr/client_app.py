@@ -38,17 +38,10 @@ from fedeas_flwr.generators.federated import (
     with_folder,
     write_received,
 )
-from fedeas_flwr.policies import (
-    EVALUATE,
-    Adaptive,
-    ClientView,
-    MatchedPolicy,
-    Measured,
-    Progress,
-    answer_question,
-    checked_plan,
-    images_to_generate,
-)
+from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, Measured
+from fedeas_flwr.policies.interface import ClientView, Progress
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import answer_question, checked_plan, images_to_generate
 from fedeas_flwr.runs.class_scores import ClassScores, Evaluated
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update

@@ -21,9 +21,10 @@ from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import is_import_path
 from fedeas_flwr.common.rate_schedule import CONSTANT, rate_factor
 from fedeas_flwr.common.text import parse_bytes
-from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.partition import CLASS_COUNTS, DIRICHLET, PARTITIONERS
-from fedeas_flwr.policies import POLICIES, Policy, PolicySettings, check_runnable, settings_of
+from fedeas_flwr.policies.interface import Policy, PolicySettings
+from fedeas_flwr.policies.own import find_policy
+from fedeas_flwr.policies.registry import POLICIES, check_runnable, settings_of
 
 
 class BuiltinStrategy(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, TABLES, RunConfig
 from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
-from fedeas_flwr.policies import POLICIES, InParts, settings_of
+from fedeas_flwr.policies.adaptive import InParts
+from fedeas_flwr.policies.registry import POLICIES, settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
 _UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}

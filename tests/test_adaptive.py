@@ -39,21 +39,12 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.training_round import TooFewRepliesError, TrainingRounds
 from fedeas_flwr.federation.with_fedeas import with_fedeas
-from fedeas_flwr.own_policies import find_policy
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies import (
-    EVALUATE,
-    FEDEAS,
-    POLICIES,
-    Adaptive,
-    ClientView,
-    InParts,
-    Measured,
-    PolicySettings,
-    Progress,
-    Share,
-    allocate,
-)
+from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, InParts, Measured
+from fedeas_flwr.policies.built_in import FEDEAS
+from fedeas_flwr.policies.interface import ClientView, PolicySettings, Progress, Share
+from fedeas_flwr.policies.own import find_policy
+from fedeas_flwr.policies.registry import POLICIES, allocate
 from fedeas_flwr.report.document import purchase_section
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.purchases import purchases_of

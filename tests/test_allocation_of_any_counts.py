@@ -24,7 +24,7 @@ from fedeas_flwr.allocation import (
     split_total,
     uniform,
 )
-from fedeas_flwr.policies import POLICIES, REFERENCES, allocate, settings_of
+from fedeas_flwr.policies.registry import POLICIES, REFERENCES, allocate, settings_of
 from fedeas_flwr.waterfill import waterfill_count
 
 

@@ -11,7 +11,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import KEYS, SAMPLER_STEPS, TABLES, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config, read_values
 from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
-from fedeas_flwr.policies import POLICIES
+from fedeas_flwr.policies.registry import POLICIES
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,7 +17,6 @@ LAYERS = [
     {"common", "allocation"},
     {"waterfill", "partition"},
     {"policies"},
-    {"own_policies"},
     {"config"},
     {"config_keys", "config_files", "data"},
     {"planning", "training", "runs"},
@@ -81,7 +80,7 @@ RAY = {"generators/ray_service"}
 """Packages and files that may import a heavy library."""
 
 LIGHT = [
-    *("allocation", "own_policies", "partition", "generators", "generators.interface", "generators.opening"),
+    *("allocation", "policies.own", "partition", "generators", "generators.interface", "generators.opening"),
     *("generators.cache", "generators.fill", "callbacks.registry", "planning.plan", "planning.run_plan"),
     "report.plan_figures",
     *("report.writing", "commands.app"),

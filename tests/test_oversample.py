@@ -23,7 +23,7 @@ from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import plan as plan_module
 from fedeas_flwr.planning.plan import format_table
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies import allocate
+from fedeas_flwr.policies.registry import allocate
 from fedeas_flwr.training.build import local_training_config
 
 

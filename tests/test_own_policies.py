@@ -23,18 +23,11 @@ from fedeas_flwr.config_keys import identity
 from fedeas_flwr.doctor.inputs import check_policy as policy_findings
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.own_policies import check_policy, find_policy, load_policy, probe_counts
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.policies import (
-    EMPTY_SHARE,
-    POLICIES,
-    ClientView,
-    MatchedPolicy,
-    PolicySettings,
-    allocate,
-    images_to_generate,
-    split_over_rows,
-)
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, PolicySettings
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.own import check_policy, find_policy, load_policy, probe_counts
+from fedeas_flwr.policies.registry import POLICIES, allocate, images_to_generate, split_over_rows
 from fedeas_flwr.runs.checkpoints import Checkpoint
 
 QUICKSTART = str(Path(__file__).parents[1] / "conf" / "quickstart.toml")

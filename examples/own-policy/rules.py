@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedeas_flwr.own_policies import matched
+from fedeas_flwr.policies.own import matched
 
 
 def by_median(counts, quantile=0.5):

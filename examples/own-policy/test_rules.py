@@ -4,7 +4,7 @@ import numpy as np
 import rules
 
 from fedeas_flwr import allocate
-from fedeas_flwr.own_policies import FunctionPolicy
+from fedeas_flwr.policies.own import FunctionPolicy
 
 COUNTS = np.array([[40, 0, 8, 2], [0, 90, 0, 0], [5, 5, 5, 5]])
 

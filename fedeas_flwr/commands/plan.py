@@ -18,7 +18,8 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
 from fedeas_flwr.launch.progress import show_tries
-from fedeas_flwr.policies import POLICIES, REFERENCES, MatchedPolicy, settings_of
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import POLICIES, REFERENCES, settings_of
 
 if TYPE_CHECKING:
     from fedeas_flwr.planning.beta_selection import Limits

@@ -31,7 +31,9 @@ from fedeas_flwr.generators.diffusion.model_folder import CLASSES, check_unet, r
 from fedeas_flwr.generators.fill import checked_labels, repeated
 from fedeas_flwr.generators.interface import Generator, LazyGenerator
 from fedeas_flwr.generators.opening import open_generator
-from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, answer_question, checked_plan
+from fedeas_flwr.policies.interface import ClientView
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import POLICIES, answer_question, checked_plan
 
 logger = logging.getLogger("flwr")
 

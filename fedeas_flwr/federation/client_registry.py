@@ -17,7 +17,8 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_manager import ClientManager
 from fedeas_flwr.federation.declarations import DeclaredSampleCounts
 from fedeas_flwr.federation.delivery import deliver, has_died
-from fedeas_flwr.policies import EMPTY_SHARE, MatchedPolicy, Share
+from fedeas_flwr.policies.interface import EMPTY_SHARE, Share
+from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.strategies.interface import NeedsDisclosure
 
 log = logging.getLogger("flwr").log

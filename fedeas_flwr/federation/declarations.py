@@ -14,7 +14,8 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation.messages import TrainReport
-from fedeas_flwr.policies import MatchedPolicy, Share
+from fedeas_flwr.policies.interface import Share
+from fedeas_flwr.policies.matched import MatchedPolicy
 
 
 class DeclaredSampleCounts:

@@ -26,7 +26,7 @@ from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.purchases import buy_images
 from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import STARTUP, summarise

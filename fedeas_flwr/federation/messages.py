@@ -31,7 +31,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
-from fedeas_flwr.policies import AT_ONCE, EMPTY_SHARE, PolicySettings, Share
+from fedeas_flwr.policies.interface import EMPTY_SHARE, PolicySettings, Share
+from fedeas_flwr.policies.registry import AT_ONCE
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,

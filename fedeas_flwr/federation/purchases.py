@@ -20,7 +20,8 @@ from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.policies import EVALUATE, Adaptive, Share
+from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive
+from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, to_record
 from fedeas_flwr.waterfill import waterfill_level

@@ -19,7 +19,9 @@ from flwr.serverapp.strategy import Strategy
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.messages import AugmentTask
-from fedeas_flwr.policies import AT_ONCE, EMPTY_SHARE, POLICIES, MatchedPolicy, PolicySettings, Share, allocate
+from fedeas_flwr.policies.interface import EMPTY_SHARE, PolicySettings, Share
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import AT_ONCE, POLICIES, allocate
 
 log = logging.getLogger("flwr").log
 

@@ -25,7 +25,9 @@ from fedeas_flwr.allocation import (
     fill_to,
     first_failing,
 )
-from fedeas_flwr.policies import POLICIES, ClientView, FillToBudget, PolicySettings
+from fedeas_flwr.policies.built_in import FillToBudget
+from fedeas_flwr.policies.interface import ClientView, PolicySettings
+from fedeas_flwr.policies.registry import POLICIES
 
 Window = tuple[float, float]  # interval of β; both ends are included
 

@@ -11,16 +11,10 @@ import numpy.typing as npt
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import IntArray, checked_counts
 from fedeas_flwr.common.text import counted, one_line
-from fedeas_flwr.own_policies import find_policy
-from fedeas_flwr.policies import (
-    REFERENCES,
-    Adaptive,
-    ClientView,
-    PolicySettings,
-    allocate,
-    checked_plan,
-    settings_of,
-)
+from fedeas_flwr.policies.adaptive import Adaptive
+from fedeas_flwr.policies.interface import ClientView, PolicySettings
+from fedeas_flwr.policies.own import find_policy
+from fedeas_flwr.policies.registry import REFERENCES, allocate, checked_plan, settings_of
 
 MAX_CLASSES_SHOWN = 20
 MAX_HEAD_LENGTH = 16
@@ -47,7 +41,7 @@ def plan(
     ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; ``clients`` are the clients'
     names, if they have any; ``policy_args`` are the arguments of a policy given by its import path; ``rounds`` is the
     length of the run, None for one that reaches all parts of the plan; the other arguments are those of
-    `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
+    `policies.registry.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
     `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and ``synthetic_fraction``
     are fractions. A policy that repeats images generates nothing; its clients also have ``repeat``, the number of
     copies per class, and the plan has their sum, ``repeated``. Under a policy that plans in parts, ``parts`` has the

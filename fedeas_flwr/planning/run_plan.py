@@ -12,9 +12,9 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import is_own
-from fedeas_flwr.own_policies import check_policy, probe_counts
 from fedeas_flwr.partition import make_partition, plan_labels
-from fedeas_flwr.policies import POLICIES, allocate, settings_of
+from fedeas_flwr.policies.own import check_policy, probe_counts
+from fedeas_flwr.policies.registry import POLICIES, allocate, settings_of
 
 
 def planned_counts(

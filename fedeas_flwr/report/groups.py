@@ -19,7 +19,7 @@ from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, identity
 from fedeas_flwr.data.datasets import dataset_info, short_name
-from fedeas_flwr.policies import POLICIES
+from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder

@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies import Adaptive, ClientView, Share, checked_plan
+from fedeas_flwr.policies.adaptive import Adaptive
+from fedeas_flwr.policies.interface import ClientView, Share
+from fedeas_flwr.policies.registry import checked_plan
 from fedeas_flwr.report.groups import Group, Member
 from fedeas_flwr.report.run_figures import draw_heat_map
 from fedeas_flwr.runs.class_scores import ClassScores

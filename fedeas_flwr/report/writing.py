@@ -13,7 +13,8 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import print_table, table_width
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.policies import POLICIES, FillToBudget
+from fedeas_flwr.policies.built_in import FillToBudget
+from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.document import make_document, result_tables
 from fedeas_flwr.report.groups import Group, score_of
 from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg

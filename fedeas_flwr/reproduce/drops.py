@@ -9,7 +9,8 @@ import numpy as np
 
 from fedeas_flwr.allocation import FloatArray, normalised_entropy
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.policies import POLICIES, PolicySettings
+from fedeas_flwr.policies.interface import PolicySettings
+from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.reproduce.cells import FULL, Method, all_cells
 from fedeas_flwr.reproduce.paper_comparison import NONE
 from fedeas_flwr.reproduce.results import Measured, Results

@@ -19,7 +19,7 @@ from fedeas_flwr.planning import curves
 from fedeas_flwr.planning.beta_selection import Limits, choose
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies import allocate
+from fedeas_flwr.policies.registry import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, annotate, legend_above, tidy
 from fedeas_flwr.reproduce import paper

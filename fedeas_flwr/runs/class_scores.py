@@ -13,7 +13,7 @@ import numpy as np
 
 from fedeas_flwr.allocation import FloatArray, IntArray
 from fedeas_flwr.common.checked import read_checked, write_checked
-from fedeas_flwr.policies import Progress
+from fedeas_flwr.policies.interface import Progress
 
 
 @dataclass(frozen=True, eq=False)

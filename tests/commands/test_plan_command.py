@@ -19,7 +19,9 @@ from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.partition import CLASS_COUNTS
 from fedeas_flwr.planning.run_plan import planned_counts, planned_images
-from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, ClientView, MatchedPolicy, images_to_generate
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import POLICIES, images_to_generate
 from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,8 @@ from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies import POLICIES, ClientView, allocate
+from fedeas_flwr.policies.interface import ClientView
+from fedeas_flwr.policies.registry import POLICIES, allocate
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies import records

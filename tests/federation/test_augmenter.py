@@ -27,7 +27,7 @@ from fedeas_flwr.federation.augmenter import _labels, _MadeBy
 from fedeas_flwr.federation.flower_internals import identify_process
 from fedeas_flwr.federation.grids import GridView, InlineGrid
 from fedeas_flwr.federation.messages import AugmentTask
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies.interface import Share
 
 identify_process()  # without it, Flower creates no messages
 

@@ -24,7 +24,8 @@ from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TooFewRepliesError
-from fedeas_flwr.policies import ClientView, MatchedPolicy, Share
+from fedeas_flwr.policies.interface import ClientView, Share
+from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.waterfill import waterfill_count

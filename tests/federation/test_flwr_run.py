@@ -90,7 +90,7 @@ def test_superlink_of_another_project_is_a_warning(
     if installed != "none":
         shutil.copytree(PACKAGE, tmp_path / "fedeas_flwr", ignore=shutil.ignore_patterns("__pycache__"))
     if installed == "other":
-        (tmp_path / "fedeas_flwr" / "policies.py").write_text("")
+        (tmp_path / "fedeas_flwr" / "allocation.py").write_text("")
     monkeypatch.setattr(sys, "path", [str(PACKAGE.parent), str(tmp_path)])
     assert re.fullmatch(warning, flwr_run.describe_foreign_environment())
 

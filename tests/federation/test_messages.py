@@ -20,7 +20,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,

@@ -21,7 +21,7 @@ from fedeas_flwr.generators import cache_maintenance
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.cache_maintenance import cache_limit, ensure_space, entries, prune, verify
 from fedeas_flwr.partition import make_partition, plan_labels
-from fedeas_flwr.policies import allocate
+from fedeas_flwr.policies.registry import allocate
 
 
 def filled(root: Path, names: str = "abc") -> ImageCache:

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 
 from fedeas_flwr.allocation import IntArray
-from fedeas_flwr.own_policies import matched
-from fedeas_flwr.policies import ClientView, MatchedPolicy, Policy, PolicySettings, Query, Share
+from fedeas_flwr.policies.interface import ClientView, Policy, PolicySettings, Query, Share
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.own import matched
 
 not_a_policy = 3.0
 _calls = itertools.count()

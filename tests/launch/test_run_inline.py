@@ -44,7 +44,9 @@ from fedeas_flwr.launch import prepare
 from fedeas_flwr.launch.prepare import evaluate_run
 from fedeas_flwr.launch.run import launch
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.policies import POLICIES, MatchedPolicy, PolicySettings, allocate
+from fedeas_flwr.policies.interface import PolicySettings
+from fedeas_flwr.policies.matched import MatchedPolicy
+from fedeas_flwr.policies.registry import POLICIES, allocate
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export

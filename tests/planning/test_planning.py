@@ -14,7 +14,7 @@ from fedeas_flwr.planning import counts_file
 from fedeas_flwr.planning import plan as plan_module
 from fedeas_flwr.planning.counts_file import read_counts
 from fedeas_flwr.planning.plan import format_table
-from fedeas_flwr.policies import POLICIES, REFERENCES
+from fedeas_flwr.policies.registry import POLICIES, REFERENCES
 
 COUNTS = [[64, 0, 0, 0], [32, 32, 0, 0], [16, 16, 16, 16], [0, 0, 0, 0]]
 

@@ -11,7 +11,7 @@ import pytest
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config_files import absolute_paths, parse_overrides, read_config
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_counts, planned_images
-from fedeas_flwr.policies import allocate
+from fedeas_flwr.policies.registry import allocate
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
     BETA_SWEEP_COLUMN,

@@ -21,7 +21,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import check_runs, prepare
-from fedeas_flwr.policies import Share
+from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export

@@ -24,21 +24,11 @@ import numpy.typing as npt
 from fedeas_flwr.allocation import IntArray, scale_to
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.import_path import accepted_arguments, call_with, describe_error, import_object, parse_arguments
-from fedeas_flwr.policies import (
-    EMPTY_SHARE,
-    FEDEAS,
-    POLICIES,
-    ClientView,
-    InParts,
-    MatchedPolicy,
-    Policy,
-    PolicySettings,
-    Query,
-    Share,
-    checked_plan,
-    matched_total,
-    split_over_rows,
-)
+from fedeas_flwr.policies.adaptive import InParts
+from fedeas_flwr.policies.built_in import FEDEAS
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, Policy, PolicySettings, Query, Share
+from fedeas_flwr.policies.matched import MatchedPolicy, matched_total
+from fedeas_flwr.policies.registry import POLICIES, checked_plan, split_over_rows
 
 Rule = Callable[..., npt.ArrayLike]
 """Label counts of one client, [C] → the number of images of each class to generate."""
