@@ -49,7 +49,7 @@ td:not(:first-child) { white-space: nowrap; }
 th span { white-space: nowrap; }
 .swatch { margin-right: 8px; padding: 1px 2px; background: white; border-radius: 2px; }
 figure { margin: 16px 0 28px; }
-figure img { display: block; width: 100%; min-width: 600px; height: auto; background: white; }
+figure img { display: block; width: 100%; min-width: 440px; height: auto; background: white; }
 figcaption { font-size: 14px; color: var(--faint); max-width: 76ch; margin-top: 6px; }
 code { font-size: 0.92em; background: var(--soft); padding: 1px 4px; border-radius: 3px; }
 summary { cursor: pointer; font-size: 15px; margin: 10px 0; }
