@@ -29,8 +29,12 @@ def round_seconds(run: RunDirectory) -> list[float]:
 
     The phases in rounds.jsonl exclude the record and the checkpoint; the times in the log include them.
     """
-    ends = [when for when, text in _log(run) if text.startswith("[round ")]
-    return [(end - begin).total_seconds() for begin, end in pairwise(ends)]
+    return [end - begin for begin, end in pairwise(round_ends(run))]
+
+
+def round_ends(run: RunDirectory) -> list[float]:
+    """Return the time of every round's end, in seconds of the system's clock."""
+    return [when.timestamp() for when, text in _log(run) if text.startswith("[round ")]
 
 
 def seconds_to_discover(run: RunDirectory) -> float:
