@@ -343,7 +343,10 @@ def test_in_process_reply_with_non_finite_value_is_rejected(value: float) -> Non
         ({"a": torch.zeros(2, 3), "b": torch.zeros(2).double()}, r"b is torch.float64\[2\], wanted torch.float32\[2\]"),
         ({"a": torch.full((2, 3), torch.inf), "b": torch.zeros(2)}, "NaN or infinity"),
         ({"a": np.full((2, 3), np.nan, np.float32), "b": np.zeros(2, np.float32)}, "NaN or infinity"),
-        ({"a": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}, r"a is float32\[3, 2\], wanted torch.float32"),
+        (
+            {"a": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)},
+            r"a is float32\[3, 2\], wanted torch.float32",
+        ),
     ],
 )
 def test_arrays_are_validated_like_tensors(found: dict[str, Any], reason: str) -> None:
