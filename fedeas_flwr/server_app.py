@@ -279,7 +279,7 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
 def _replies_fit(state: Checkpoint, config: RunConfig) -> bool:
     """Return whether a round's replies, twice, take at most a tenth of the GPU's memory, which clients use too."""
     bytes_of_model = sum(array.nbytes for part in (state.trainable, state.buffers) for array in part.values())
-    return 20 * config.num_sampled(config.clients) * bytes_of_model <= torch.cuda.mem_get_info()[1]
+    return bool(20 * config.num_sampled(config.clients) * bytes_of_model <= torch.cuda.mem_get_info()[1])
 
 
 def _client_state_flusher(device: str) -> Callable[[], None]:
