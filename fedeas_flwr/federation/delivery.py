@@ -170,14 +170,13 @@ def _exchange(
     if isinstance(grid, InlineGrid):
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         found = list(grid.send_and_receive(out, timeout=left))
-        return _report(_by_node(_by_id(out), found), on_reply)
+        return _by_node(_by_id(out), found, on_reply)
     since = _online_since(grid)
-    if isinstance(grid, SimulationGrid):
+    if simulation := isinstance(grid, SimulationGrid):
         _share_arrays(out)
-        taken = set(grid.push_messages(out))
+    taken = set(grid.push_messages(out))
+    if simulation:
         announce_messages(message.metadata.dst_node_id for message in out)
-    else:
-        taken = set(grid.push_messages(out))
     sent = _by_id(out)
     replies = {
         message.metadata.dst_node_id: _error_reply(message, "the SuperLink did not take the message")
@@ -186,7 +185,7 @@ def _exchange(
     }
     waiting = sent.keys() & taken
     while waiting:
-        answered = _report(_by_node(sent, list(grid.pull_messages(waiting))), on_reply)
+        answered = _by_node(sent, list(grid.pull_messages(waiting)), on_reply)
         waiting -= {reply.metadata.reply_to_message_id for reply in answered.values()}
         replies |= answered
         now = _online_since(grid)
@@ -197,17 +196,8 @@ def _exchange(
                 waiting.remove(key)
         if not waiting or time.monotonic() >= until:
             break
-        pause = _HTTP_PULL_SECONDS
-        if isinstance(grid, SimulationGrid):
-            pause = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting))
+        pause = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting)) if simulation else _HTTP_PULL_SECONDS
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
-    return replies
-
-
-def _report(replies: dict[int, Message], on_reply: OnReply) -> dict[int, Message]:
-    for node, reply in replies.items():
-        if not reply.has_error():
-            on_reply(node, reply)
     return replies
 
 
@@ -226,7 +216,9 @@ def _by_id(out: Sequence[Message]) -> dict[str, Message]:
     return {message.metadata.message_id: message for message in out}
 
 
-def _by_node(sent: Mapping[str, Message], replies: Sequence[Message]) -> dict[int, Message]:
+def _by_node(
+    sent: Mapping[str, Message], replies: Sequence[Message], on_reply: OnReply = lambda node, reply: None
+) -> dict[int, Message]:
     """Return replies by the node of the message; ignore those to other messages, such as an earlier round's."""
     found: dict[int, Message] = {}
     for reply in replies:
@@ -236,4 +228,6 @@ def _by_node(sent: Mapping[str, Message], replies: Sequence[Message]) -> dict[in
             log(WARNING, "ignoring a reply of node %d to no open message", reply.metadata.src_node_id)
             continue
         found[message.metadata.dst_node_id] = reply
+        if not reply.has_error():
+            on_reply(message.metadata.dst_node_id, reply)
     return found

@@ -179,10 +179,12 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
             on_gpu = clients_at_once(config, on_gpu=True) + others
             environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
         resources = ray_resources(config, pick_device(config.device) == "cuda")
-        own_ray = None if config.ray_address else resources
-        superlink, processes = start_superlink(environment, folder, log, mark, stack, run, isolated, own_ray)
+        superlink, processes = start_superlink(
+            environment, folder, log, mark, stack, run, isolated, None if config.ray_address else resources
+        )
         within = inside(superlink.pid) if isolated else []
-        run_id = _submit(stage_app(config, folder / "fedeas"), config, resources, environment, folder, within)
+        federation = {"num-supernodes": config.clients, **resources}
+        run_id = _submit(stage_app(config, folder / "fedeas"), federation, environment, folder, within)
 
         def finished_by_flower() -> str:
             answer = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder, within)
@@ -194,16 +196,10 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
 
 
 def _submit(
-    app: Path,
-    config: RunConfig,
-    resources: Mapping[str, float],
-    environment: dict[str, str],
-    folder: Path,
-    within: Sequence[str],
+    app: Path, federation: Mapping[str, float], environment: dict[str, str], folder: Path, within: Sequence[str]
 ) -> str:
-    clients = {key: value for key, value in resources.items() if key.startswith("client-")}  # Ray runs already
-    federation = {"num-supernodes": config.clients, **clients}
-    words = " ".join(f"{key}={value}" for key, value in federation.items())
+    # Ray runs already, so its own size is not for Flower.
+    words = " ".join(f"{key}={value}" for key, value in federation.items() if not key.startswith("init-args"))
     answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder, within)
     if not answer.get("run-id"):
         raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
