@@ -28,6 +28,7 @@ from fedeas_flwr.data.federated import FederatedData, local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
+from fedeas_flwr.federation.flower_internals import forward_messages_at_once
 from fedeas_flwr.federation.learners import CLASSIFIER, DENOISER, find_learner
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.generators.client_images import local_images
@@ -49,6 +50,7 @@ from fedeas_flwr.strategies.registry import find_algorithm
 
 logger = logging.getLogger(__name__)
 app = ClientApp()
+forward_messages_at_once()
 Handler = Callable[[Message, Context], Message]
 
 

@@ -132,6 +132,8 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
             start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
+        elif is_simulated(grid) and device != "cpu" and _replies_fit(start, config):
+            start = _on_device(start, device)  # then replies are checked and averaged there, and Γ̂ computed
         federation.stopped = callbacks.start_run(config, run.rounds())
         federation.on_round_end = callbacks.end_round
         federation.fit(start, test)
@@ -272,6 +274,12 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
         return {key: torch.from_numpy(np.array(array)).to(device) for key, array in arrays.items()}
 
     return replace(state, trainable=move(state.trainable), buffers=move(state.buffers), average=move(state.average))
+
+
+def _replies_fit(state: Checkpoint, config: RunConfig) -> bool:
+    """Return whether a round's replies, twice, take at most a tenth of the GPU's memory, which clients use too."""
+    bytes_of_model = sum(array.nbytes for part in (state.trainable, state.buffers) for array in part.values())
+    return bool(20 * config.num_sampled(config.clients) * bytes_of_model <= torch.cuda.mem_get_info()[1])
 
 
 def _client_state_flusher(device: str) -> Callable[[], None]:

@@ -76,7 +76,7 @@ TORCH = {
         "doctor",
     ),
 }
-RAY = {"generators/ray_service"}
+RAY = {"federation/delivery", "launch/ray_head", "generators/ray_service"}
 """Packages and files that may import a heavy library."""
 
 LIGHT = [

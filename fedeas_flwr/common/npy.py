@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from pickle import PickleBuffer
-from typing import IO, Any, SupportsIndex
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,39 +58,10 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
     return shape, fortran_order, dtype
 
 
-class OutOfBandBytes(bytes):
-    """Bytes that pickle may transfer out of band, as it does with NumPy arrays.
-
-    Ray pickles every message. Plain bytes are copied into the stream and out of it again, each time under the GIL;
-    these are copied once into shared memory, where the receiver maps them as a read-only `memoryview`. A pickle without
-    out-of-band buffers, and all other code, sees bytes.
-    """
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        if protocol.__index__() < 5:
-            return bytes, (bytes(self),)
-        return memoryview, (PickleBuffer(self),)  # a built-in type: the receiver imports nothing for it
-
-    def __copy__(self) -> OutOfBandBytes:
-        return self
-
-    def __deepcopy__(self, memo: object) -> OutOfBandBytes:
-        return self
-
-
-def array_bytes(array: NDArray[Any]) -> OutOfBandBytes:
-    """Return an array as `numpy.save` would write it.
-
-    The data are copied twice, since a subclass of bytes can only be made from bytes; this costs a few per cent of Ray's
-    pickling of plain bytes. For an array that `read_array` made from such bytes, these are returned without a copy.
-    """
-    header = _header(array.dtype.str, array.shape)
-    held = getattr(array.base, "base", None)  # a reshaped array is a view of the vector, which is a view of the bytes
-    # `read_array` makes the vector from all bytes after the header: an array with an equal header is all of it.
-    if isinstance(held, OutOfBandBytes) and array.flags.c_contiguous and held[: len(header)] == header:
-        return held
+def array_bytes(array: NDArray[Any]) -> bytes:
+    """Return an array as `numpy.save` would write it."""
     array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray turns a scalar into a vector
-    return OutOfBandBytes(b"".join((header, array.reshape(-1).view(np.uint8).data)))
+    return b"".join((_header(array.dtype.str, array.shape), array.reshape(-1).view(np.uint8).data))
 
 
 @lru_cache(maxsize=4096)
@@ -103,8 +73,6 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def read_array(content: bytes | memoryview) -> NDArray[Any]:
     """Return an array as a read-only view of bytes that hold exactly one array.
-
-    Bytes that came out of band are in Ray's shared memory, which is not freed while a view of them exists.
 
     Raises
     ------

@@ -48,6 +48,14 @@ class ProcessTree:
                     found.update(process.children(recursive=True))
         self._known = known | found
 
+    def runs(self, command: str) -> bool:
+        """Return whether a process that `note` found, and that is alive, runs this Python command."""
+        for process in self._known:
+            with suppress(psutil.Error):
+                if _is_alive(process) and any(Path(word).name == command for word in process.cmdline()[:2]):
+                    return True
+        return False
+
     def end(self) -> None:
         """Kill all of them and wait until they have ended; Ray would take seconds to shut down.
 

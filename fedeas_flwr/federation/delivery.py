@@ -18,15 +18,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import WARNING
+from typing import Any
 
-from flwr.app import Error, Message
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.flower_internals import SimulationGrid
+from fedeas_flwr.federation.flower_internals import SimulationGrid, announce_messages
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.strategies.records import encoded, to_arrays
 
 log = logging.getLogger("flwr").log
 
@@ -45,9 +47,15 @@ _PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE = 0.005, 0.0002
 On a slow core a poll takes 0.2 ms, and 15 µs per open message: less than a tenth of the time."""
 _HTTP_PULL_SECONDS = 3.0
 """Seconds between two requests to a SuperLink, as in Flower."""
+_MIN_SHARED_BYTES = 100 * 1024
+"""Minimum bytes of arrays to share between messages; Ray sends smaller ones faster within the message."""
+
+OnReply = Callable[[int, Message], Any]
 
 
-def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Message]:
+def deliver(
+    grid: Grid, out: Sequence[Message], timeout: float, on_reply: OnReply = lambda node, reply: None
+) -> dict[int, Message]:
     """Send messages, at most one per node; return the replies by node. A node that did not reply in time has none.
 
     Parameters
@@ -58,10 +66,12 @@ def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Mes
         The messages.
     timeout
         Seconds for all messages, retries included; 0 means no limit.
+    on_reply
+        Is called with the node and its reply as soon as a reply arrives, but not with an error.
     """
     deadline, simulated = time.monotonic() + timeout if timeout else None, is_simulated(grid)
     codes = PROCESS_DIED if simulated else (_CRASHED,)
-    replies = _exchange(grid, out, deadline)
+    replies = _exchange(grid, out, deadline, on_reply)
     for _ in range(_PASSES_PER_MESSAGE * len(out) if simulated else 1):
         lost = [message for message in out if _has_code(replies.get(message.metadata.dst_node_id), codes)]
         if not lost or (deadline is not None and time.monotonic() >= deadline):
@@ -69,7 +79,7 @@ def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Mes
         log(WARNING, "%d of %d messages reached a client process that died; sending them again", len(lost), len(out))
         if simulated and not _has_live_process(grid, deadline):
             break
-        replies |= _exchange(grid, [_copy_unsent(message) for message in lost], deadline)
+        replies |= _exchange(grid, [_copy_unsent(message) for message in lost], deadline, on_reply)
     return replies
 
 
@@ -116,7 +126,40 @@ def _has_live_process(grid: Grid, deadline: float | None) -> bool:
     return False
 
 
-def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dict[int, Message]:
+class _SharedRecord(ArrayRecord):
+    """Arrays in Ray's object store. Ray sends a reference to them, and the receiver maps their memory.
+
+    To Flower it is an empty record.
+    """
+
+    def __init__(self, record: ArrayRecord) -> None:
+        import ray  # running already
+
+        super().__init__()
+        self.__dict__["reference"] = ray.put(record)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import ray
+
+        return ray.get, (self.__dict__["reference"],)
+
+
+def _share_arrays(out: Sequence[Message]) -> None:
+    """Copy the arrays that messages to Ray's client processes have in common to shared memory once, not per message."""
+    shared: dict[int, ArrayRecord] = {}
+    for message in out:
+        for record in message.content.array_records.values():
+            if id(record) not in shared and not isinstance(record, _SharedRecord):
+                plain = encoded(record)
+                large = sum(array.nbytes for array in to_arrays(plain).values()) >= _MIN_SHARED_BYTES
+                shared[id(record)] = _SharedRecord(plain) if large else plain
+        content = message.content.items()
+        message.content = RecordDict({name: shared.get(id(record), record) for name, record in content})
+
+
+def _exchange(
+    grid: Grid, out: Sequence[Message], deadline: float | None, on_reply: OnReply = lambda node, reply: None
+) -> dict[int, Message]:
     """Send messages and wait for the replies until the deadline.
 
     Flower's own `send_and_receive` measures time by the wall clock, which can jump, and polls the replies of a
@@ -127,9 +170,13 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     if isinstance(grid, InlineGrid):
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         found = list(grid.send_and_receive(out, timeout=left))
-        return _by_node(_by_id(out), found)
+        return _by_node(_by_id(out), found, on_reply)
     since = _online_since(grid)
+    if simulation := isinstance(grid, SimulationGrid):
+        _share_arrays(out)
     taken = set(grid.push_messages(out))
+    if simulation:
+        announce_messages(message.metadata.dst_node_id for message in out)
     sent = _by_id(out)
     replies = {
         message.metadata.dst_node_id: _error_reply(message, "the SuperLink did not take the message")
@@ -138,7 +185,7 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     }
     waiting = sent.keys() & taken
     while waiting:
-        answered = _by_node(sent, list(grid.pull_messages(waiting)))
+        answered = _by_node(sent, list(grid.pull_messages(waiting)), on_reply)
         waiting -= {reply.metadata.reply_to_message_id for reply in answered.values()}
         replies |= answered
         now = _online_since(grid)
@@ -149,9 +196,7 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
                 waiting.remove(key)
         if not waiting or time.monotonic() >= until:
             break
-        pause = _HTTP_PULL_SECONDS
-        if isinstance(grid, SimulationGrid):
-            pause = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting))
+        pause = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting)) if simulation else _HTTP_PULL_SECONDS
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
     return replies
 
@@ -171,7 +216,9 @@ def _by_id(out: Sequence[Message]) -> dict[str, Message]:
     return {message.metadata.message_id: message for message in out}
 
 
-def _by_node(sent: Mapping[str, Message], replies: Sequence[Message]) -> dict[int, Message]:
+def _by_node(
+    sent: Mapping[str, Message], replies: Sequence[Message], on_reply: OnReply = lambda node, reply: None
+) -> dict[int, Message]:
     """Return replies by the node of the message; ignore those to other messages, such as an earlier round's."""
     found: dict[int, Message] = {}
     for reply in replies:
@@ -181,4 +228,6 @@ def _by_node(sent: Mapping[str, Message], replies: Sequence[Message]) -> dict[in
             log(WARNING, "ignoring a reply of node %d to no open message", reply.metadata.src_node_id)
             continue
         found[message.metadata.dst_node_id] = reply
+        if not reply.has_error():
+            on_reply(message.metadata.dst_node_id, reply)
     return found

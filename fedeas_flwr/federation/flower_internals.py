@@ -6,8 +6,10 @@ A Flower release may move any of them without notice; tests/federation/test_flow
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
@@ -22,7 +24,9 @@ __all__ = [
     "APP_RAISED",
     "Run",
     "SimulationGrid",
+    "announce_messages",
     "check_app",
+    "forward_messages_at_once",
     "get_flwr_home",
     "identify_process",
     "local_ports",
@@ -41,6 +45,38 @@ class SimulationGrid(Protocol):
     """Grid of Flower's simulation, whose replies are in this process; no other grid has this attribute."""
 
     pull_interval: float
+
+
+_announced: SimpleQueue[int] = SimpleQueue()
+"""Nodes that messages were sent to, in the order of the messages."""
+
+
+def forward_messages_at_once() -> None:
+    """Let Flower's simulation pass a message to a client process when it is announced, in the order of announcement.
+
+    Flower's own function asks for the messages of every node ten times per second. Call this in the process of a
+    simulation, before its clients start; in others it does nothing.
+    """
+    if module := sys.modules.get("flwr.server.superlink.fleet.vce.vce_api"):
+        module.__dict__["add_messages_to_queue"] = _forward_messages
+
+
+def announce_messages(nodes: Iterable[int]) -> None:
+    """Report that messages to these nodes were pushed to a simulation's grid."""
+    for node in nodes:
+        _announced.put(node)
+
+
+def _forward_messages(state: Any, queue: Any, nodes_mapping: Iterable[int], f_stop: Any) -> None:
+    """Do what Flower's `add_messages_to_queue` does; messages that were not announced take up to a second."""
+    while not f_stop.is_set():
+        try:
+            nodes: Iterable[int] = [_announced.get(timeout=1.0)]
+        except Empty:
+            nodes = nodes_mapping
+        for node in nodes:
+            for message in state.get_message_ins(node_id=node, limit=1):
+                queue.put(message)
 
 
 def identify_process() -> None:

@@ -340,12 +340,10 @@ def read_train_reply(
     expected = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
     if set(records) != set(expected):
         raise MessageError(f"array records {sorted(records)}, expected {' and '.join(expected)}")
-    _validated(records[ARRAYS], trainable)
-    received = _validated(records[BUFFERS], buffers)
-    message.content = RecordDict({ARRAYS: records[ARRAYS], METRICS: record})
+    arrays, received = to_record(_validated(records[ARRAYS], trainable)), _validated(records[BUFFERS], buffers)
+    message.content = RecordDict({ARRAYS: arrays, METRICS: record})
     if extra:
-        _validated(records[EXTRA], extra)
-        message.content[EXTRA] = records[EXTRA]
+        message.content[EXTRA] = to_record(_validated(records[EXTRA], extra))
     return report, received
 
 

@@ -1,6 +1,6 @@
 """One training round with any Flower strategy; `TrainingRounds.train_round` is the server's side of the algorithm.
 
-1. sample clients → 2. configure messages → 3. send → 4. check replies → 5. aggregate → 6. average buffers
+1. sample clients → 2. configure messages → 3. send, check replies → 4. sort them → 5. aggregate → 6. average buffers
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.common.cores import map_ordered, threads_for
+from fedeas_flwr.common.cores import threads_for
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
@@ -111,13 +112,13 @@ class TrainingRounds:
         out = self._configure(number, online, state)
         self._log_generation(number, online, state)
 
-        # 3. Send, and wait for the replies.
-        by_node = deliver(self.clients.grid, out, self.config.round_timeout) if out else {}
+        # 3. Send, wait for the replies, and check each one.
+        by_node, checks = self._deliver_and_check(out, online, state)
         replies = {client: by_node.get(self.clients.nodes[client]) for client in online}
         received = time.perf_counter()
 
-        # 4. Check every reply. The valid ones are used in ascending client id, whatever their order of arrival.
-        accepted, failures = self._check_replies(sampled, replies, state)
+        # 4. The valid replies are used in ascending client id, whatever their order of arrival.
+        accepted, failures = self._split_replies(sampled, replies, checks)
         self.check_quorum(number, sampled, failures, replies)
         accepted = self._without_idle(number, accepted, failures)
         reports = [reply.report for reply in accepted]
@@ -212,17 +213,18 @@ class TrainingRounds:
         first = builtin if self.config.generator_spec.kind == "builtin" and not self.service else ""
         log(INFO, "round %d: %s %s, at most %d in total%s", number, numbered("client", clients), what, images, first)
 
-    def _check_replies(
-        self, sampled: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint
-    ) -> tuple[list[AcceptedReply], list[dict[str, Any]]]:
-        """Return the valid replies in ascending client id, and the failed clients with the reasons."""
-        extra = self.strategy.expected_extra() if isinstance(self.strategy, SendsExtra) else {}
+    def _deliver_and_check(
+        self, out: Sequence[Message], online: Sequence[int], state: Checkpoint
+    ) -> tuple[dict[int, Message], dict[int, AcceptedReply | str]]:
+        """Send the messages; return the replies by node, and by client the checked reply or why it is rejected.
 
-        def check(client: int) -> AcceptedReply | str:
-            """Return the reply, or the reason why it is rejected; an empty reason if there is none to check."""
-            reply = replies.get(client)
-            if reply is None or reply.has_error():
-                return ""
+        Replies are checked in threads when they arrive, since the check reads every number of them.
+        """
+        extra = self.strategy.expected_extra() if isinstance(self.strategy, SendsExtra) else {}
+        client_of = {self.clients.nodes[client]: client for client in online}
+        checks: dict[int, Future[AcceptedReply | str]] = {}
+
+        def check(client: int, reply: Message) -> AcceptedReply | str:
             try:
                 report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
                 self.clients.declared.check_report(report, self.clients.share_of(client))
@@ -230,11 +232,25 @@ class TrainingRounds:
                 return str(error)
             return AcceptedReply(reply, report, buffers)
 
+        with ThreadPoolExecutor(threads_for(state.trainable, len(online)), thread_name_prefix="checks") as pool:
+
+            def begin(node: int, reply: Message) -> None:
+                checks[client_of[node]] = pool.submit(check, client_of[node], reply)
+
+            by_node = deliver(self.clients.grid, out, self.config.round_timeout, begin) if out else {}
+            return by_node, {client: checked.result() for client, checked in checks.items()}
+
+    def _split_replies(
+        self,
+        sampled: Sequence[int],
+        replies: Mapping[int, Message | None],
+        checks: Mapping[int, AcceptedReply | str],
+    ) -> tuple[list[AcceptedReply], list[dict[str, Any]]]:
+        """Return the valid replies in ascending client id, and the failed clients with the reasons."""
         accepted: list[AcceptedReply] = []
         failures: list[dict[str, Any]] = []
-        # In threads: the check reads every number of every reply. Results and log lines are in the clients' order.
-        checked = map_ordered(check, sampled, threads_for(state.trainable, len(sampled)))
-        for client, result in zip(sampled, checked, strict=True):
+        for client in sampled:
+            result = checks.get(client, "")
             if isinstance(result, AcceptedReply):
                 accepted.append(result)
                 continue

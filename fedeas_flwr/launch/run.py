@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -178,9 +178,13 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
             others = 2  # the server, which evaluates, and the generator
             on_gpu = clients_at_once(config, on_gpu=True) + others
             environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
-        superlink, processes = start_superlink(environment, folder, log, mark, stack, run, isolated)
+        resources = ray_resources(config, pick_device(config.device) == "cuda")
+        superlink, processes = start_superlink(
+            environment, folder, log, mark, stack, run, isolated, None if config.ray_address else resources
+        )
         within = inside(superlink.pid) if isolated else []
-        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, within)
+        federation = {"num-supernodes": config.clients, **resources}
+        run_id = _submit(stage_app(config, folder / "fedeas"), federation, environment, folder, within)
 
         def finished_by_flower() -> str:
             answer = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder, within)
@@ -191,10 +195,11 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
         _follow(superlink, processes, finished_by_flower, run, progress)
 
 
-def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, within: Sequence[str]) -> str:
-    resources = ray_resources(config, pick_device(config.device) == "cuda")
-    federation = {"num-supernodes": config.clients, **resources}
-    words = " ".join(f"{key}={value}" for key, value in federation.items())
+def _submit(
+    app: Path, federation: Mapping[str, float], environment: dict[str, str], folder: Path, within: Sequence[str]
+) -> str:
+    # Ray runs already, so its own size is not for Flower.
+    words = " ".join(f"{key}={value}" for key, value in federation.items() if not key.startswith("init-args"))
     answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder, within)
     if not answer.get("run-id"):
         raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
@@ -225,7 +230,9 @@ def _follow(
             raise ProcessesDiedError(died)
         if gone:
             raise ProcessesDiedError("the ServerApp process died without reporting a status")
-        if time.monotonic() - last_progress > 20:  # the query takes seconds of CPU time
+        # The query takes seconds of CPU time, and usually the simulation's process ends with the run.
+        quiet = time.monotonic() - last_progress
+        if quiet > 120 or (quiet > 20 and not processes.runs("flwr-simulation")):
             ended = finished_by_flower()
             if ended and run.status()[0] not in ("finished", "failed"):
                 raise ProcessesDiedError(f"Flower ended the run as '{ended}'; see {run.path}/*.log")

@@ -23,6 +23,7 @@ from fedeas_flwr.common.project import NAME, read_project
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.namespace import inside, listens_inside
+from fedeas_flwr.launch.ray_head import head_environment, with_head
 from fedeas_flwr.launch.watchdog import watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -106,15 +107,17 @@ def start_superlink(
     stack: ExitStack,
     run: RunDirectory,
     isolated: bool = False,
+    resources: Mapping[str, float] | None = None,
 ) -> tuple[subprocess.Popen[bytes], ProcessTree]:
     """Start a SuperLink and wait until it answers; try again if another process takes its port first.
 
-    If ``isolated``, the SuperLink and all it starts run in their own network namespace.
+    If ``isolated``, the SuperLink and all it starts run in their own network namespace. With ``resources``, as from
+    `ray_resources`, Ray starts at the same time; otherwise the run joins a cluster.
     """
     stack.callback(ProcessTree(None, mark).end)  # also ends what Ctrl-C interrupts before the callback below
     for _ in range(_PORT_TRIES):
         port = free_port()
-        superlink = _spawn_superlink(port, environment, folder, log, inside() if isolated else [])
+        superlink = _spawn_superlink(port, environment, folder, log, inside() if isolated else [], resources)
         processes = ProcessTree(superlink, mark)
         stack.enter_context(watchdog(superlink.pid, mark, folder))
         stack.callback(processes.end)
@@ -127,15 +130,23 @@ def start_superlink(
 
 
 def _spawn_superlink(
-    port: int, environment: dict[str, str], folder: Path, log: Any, within: Sequence[str]
+    port: int,
+    environment: dict[str, str],
+    folder: Path,
+    log: Any,
+    within: Sequence[str],
+    resources: Mapping[str, float] | None,
 ) -> subprocess.Popen[bytes]:
     address = f"127.0.0.1:{port}"
     (folder / "flwr" / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "own", "own": {"address": address, "insecure": True}}})
     )
     command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    if resources is not None:
+        command, environment = with_head(command, resources), environment | head_environment(free_port())
     return subprocess.Popen(
-        [*within, *command, "--host", "127.0.0.1", "--port", str(port)],
+        [*within, *command],
         env=environment,
         cwd=folder,
         stdin=subprocess.DEVNULL,

@@ -42,39 +42,62 @@ class InProcessRecord(ArrayRecord):
         self.__dict__["live"] = dict(arrays)
 
 
+class NumpyArray(Array):
+    """An array of Flower's that is encoded only if Flower asks for its bytes.
+
+    Ray pickles every message, and transfers a NumPy array out of band: it is copied once, into shared memory, where the
+    receiver maps it as a read-only view. In one process the receiver gets a view of the sender's array.
+    """
+
+    __qualname__ = "Array"  # which Flower writes in front of the bytes
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        view = array.view()
+        view.flags.writeable = False
+        self.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype=_ENCODING, array=view)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The array in NumPy's file format."""
+        return array_bytes(self.__dict__["array"])
+
+    def numpy(self) -> NDArray[Any]:
+        """Return a copy, which may be changed."""
+        return self.__dict__["array"].copy()  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _numpy_array, (self.__dict__["array"],)
+
+
+def _numpy_array(array: NDArray[Any]) -> NumpyArray:
+    return NumpyArray(array)  # pickle does not find the class by its name
+
+
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
-    """Return a new record of arrays, encoded; tensors are passed by reference. A sent record must never be changed."""
+    """Return a new record of arrays, which must never be changed from now on; tensors are passed by reference."""
     if any(map(is_tensor, arrays.values())):
         return InProcessRecord(arrays)
-    return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
-
-
-def _encoded(array: Any) -> Array:
-    return Array(dtype=str(array.dtype), shape=array.shape, stype=_ENCODING, data=array_bytes(array))
+    record = ArrayRecord()
+    for key, value in arrays.items():  # the constructor would replace each array by a copy of its own class
+        record[key] = NumpyArray(np.asarray(value, order="C"))
+    return record
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
     """Return a record's arrays: read-only NumPy arrays, or the tensors of an in-process record."""
     if isinstance(record, InProcessRecord):
         return dict(record.__dict__["live"])
-    return {key: read_array(value.data) for key, value in record.items()}
+    return {key: _read(value) for key, value in record.items()}
+
+
+def _read(array: Array) -> NDArray[Any]:
+    found: NDArray[Any] = array.__dict__["array"] if isinstance(array, NumpyArray) else read_array(array.data)
+    return found
 
 
 def encoded(record: ArrayRecord) -> ArrayRecord:
-    """Return the record in Flower's own form, which can be copied, stored and sent.
-
-    Tensors become NumPy arrays, and data sent out of band (common/npy.py) become bytes: Flower's Array accepts nothing
-    else, and neither pickle nor protobuf accepts a view.
-    """
-    if isinstance(record, InProcessRecord):
-        return to_record(to_numpy(to_arrays(record)))
-    if all(isinstance(array.data, bytes) for array in record.values()):
-        return record
-    return ArrayRecord({key: _with_bytes(array) for key, array in record.items()})
-
-
-def _with_bytes(array: Array) -> Array:
-    return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=bytes(array.data))
+    """Return the record with NumPy arrays in place of tensors: it can be copied, stored and sent."""
+    return to_record(to_numpy(to_arrays(record))) if isinstance(record, InProcessRecord) else record
 
 
 def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
@@ -88,6 +111,8 @@ def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
 def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
     """Return a record's arrays, whose names, dtypes and shapes must be those of ``expected``, and values finite.
 
+    They are tensors on the devices of those of ``expected`` if these are tensors.
+
     The norm of all floating-point arrays together must be at most 1e6 times that of ``expected``, or 1e6 if that is
     below 1, as of a model or a control variate of zeros; whole numbers must be within ±2**53.
 
@@ -100,12 +125,12 @@ def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
         return _check_in_process(to_arrays(record), expected)
     _check_names(record, expected)
     arrays: Arrays = {}
-    squares = 0.0
     for key, like in expected.items():
         _check_dtype_and_shape(key, record[key], like)  # as declared, before the bytes are decoded
         arrays[key] = _decoded(key, record[key], like)
-        squares += _sum_of_squares(key, arrays[key])
-    _check_norm(math.sqrt(squares), expected)
+    if any(map(is_tensor, expected.values())):
+        return _check_in_process({key: like.new_tensor(arrays[key]) for key, like in expected.items()}, expected)
+    _check_norm(math.sqrt(sum(_sum_of_squares(key, array) for key, array in arrays.items())), expected)
     return arrays
 
 
@@ -150,37 +175,37 @@ def _check_names(found: Iterable[str], expected: Arrays) -> None:
 
 
 def _check_dtype_and_shape(key: str, found: Any, like: Any) -> None:
-    if str(found.dtype) != str(like.dtype) or tuple(found.shape) != tuple(like.shape):
+    if _dtype(found) != _dtype(like) or tuple(found.shape) != tuple(like.shape):
         got, want = (f"{array.dtype}{list(array.shape)}" for array in (found, like))
         raise ArrayMismatchError(f"array {key} is {got}, wanted {want}")
 
 
 def _decoded(key: str, sent: Array, like: Any) -> Any:
-    """Decode an array after checking its size and encoding.
+    """Return the NumPy array of a reply's array, decoded after checking its size and encoding.
 
     A few bytes may declare an array of terabytes, which NumPy would allocate before reading the data.
     """
-    most = like.nbytes + _HEADER_BYTES
-    if not _is_bytes(sent.data):
-        raise ArrayMismatchError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
-    if len(sent.data) > most:
-        raise ArrayMismatchError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
-    try:
+    if not isinstance(sent, NumpyArray):
+        most = like.nbytes + _HEADER_BYTES
+        if not isinstance(sent.data, bytes):
+            raise ArrayMismatchError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
+        if len(sent.data) > most:
+            raise ArrayMismatchError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
         if sent.stype != _ENCODING:
-            raise ValueError(f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}")
-        array = read_array(sent.data)
+            encoding = f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}"
+            raise ArrayMismatchError(f"array {key} cannot be decoded: {encoding}")
+    try:
+        array = _read(sent)
     except ValueError as error:
         raise ArrayMismatchError(f"array {key} cannot be decoded: {error}") from None
-    if array.dtype != like.dtype or array.shape != like.shape:
+    if str(array.dtype) != _dtype(like) or array.shape != tuple(like.shape):
         raise ArrayMismatchError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
     return array
 
 
-def _is_bytes(data: Any) -> bool:
-    """Return whether data are bytes, or a flat read-only view of bytes sent out of band, whose length is in bytes."""
-    if isinstance(data, memoryview):
-        return data.format == "B" and data.ndim == 1 and data.c_contiguous and data.readonly
-    return isinstance(data, bytes)
+def _dtype(array: Any) -> str:
+    """Return the name of the dtype of a NumPy array, a tensor or a Flower array."""
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _check_in_process(arrays: Arrays, expected: Arrays) -> Arrays:

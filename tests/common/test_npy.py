@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
-import pickle
 import struct
 import weakref
 from pathlib import Path
@@ -63,37 +61,6 @@ def test_read_array_returns_a_read_only_view() -> None:
         read[0] = 1
 
 
-def through_pickle(content: bytes) -> tuple[Any, bytes, list[pickle.PickleBuffer]]:
-    """Pickle with out-of-band buffers, as Ray does; return the unpickled content, the stream and the buffers."""
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(stream, buffers=buffers), stream, buffers
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_array_bytes_are_pickled_out_of_band(name: str) -> None:
-    content = array_bytes(ARRAYS[name])
-    received, stream, buffers = through_pickle(content)
-    assert len(stream) < 100 and len(buffers) == 1
-    assert received == content and received.readonly
-    assert np.shares_memory(np.frombuffer(received, np.uint8), np.frombuffer(content, np.uint8)), (
-        "the bytes were copied"
-    )
-    read = read_array(received)
-    assert read.dtype == ARRAYS[name].dtype and np.array_equal(read, ARRAYS[name])
-    assert not read.flags.writeable
-
-
-def test_array_bytes_behave_as_bytes_without_pickle_buffers() -> None:
-    content, plain = array_bytes(WHOLE), saved(WHOLE)
-    assert isinstance(content, bytes) and content == plain and hash(content) == hash(plain)
-    assert pickle.loads(pickle.dumps(content, protocol=5)) == plain
-    for protocol in range(5):
-        read = pickle.loads(pickle.dumps(content, protocol=protocol))
-        assert type(read) is bytes and read == plain
-    assert copy.copy(content) is content and copy.deepcopy([content])[0] is content
-
-
 def test_header_cache_does_not_keep_the_array_alive() -> None:
     class Memory(bytearray):
         """Bytes that can be weakly referenced."""
@@ -149,18 +116,3 @@ def test_read_archive_returns_requested_arrays_within_limits(tmp_path: Path) -> 
     (tmp_path / "b.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="not a zip file"):
         archive_keys(tmp_path / "b.npz")
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 4), (5, 1, 2)])
-def test_array_bytes_of_a_read_array_are_not_copied(shape: tuple[int, ...]) -> None:
-    sent = array_bytes(np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape))
-    assert array_bytes(read_array(sent)) is sent
-    assert array_bytes(np.asarray(read_array(sent), dtype=np.float32)) is sent
-
-
-def test_array_bytes_of_a_view_are_not_those_of_the_whole() -> None:
-    array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    read = read_array(array_bytes(array))
-    square = read_array(array_bytes(array[:, :3]))
-    for view in (read[1:], read[:, 1:], read.T, read[::-1], read.reshape(-1), read.view(np.int32), read[1], square.T):
-        assert array_bytes(view) == saved(view.copy(order="C"))

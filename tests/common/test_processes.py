@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -132,3 +133,15 @@ def test_reused_pid_does_not_belong_to_the_process_tree(root: subprocess.Popen[b
     finally:
         own.kill()
         own.wait()
+
+
+def test_process_tree_knows_which_commands_run(tmp_path: Path) -> None:
+    command = tmp_path / "flwr-simulation"
+    command.write_text("import time\ntime.sleep(600)\n")
+    with subprocess.Popen([sys.executable, str(command)]) as process:
+        tree = ProcessTree(process, "mark")
+        wait_until(lambda: tree.runs("flwr-simulation"), "the command runs")
+        assert not tree.runs("simulation")
+        process.kill()
+        process.wait()
+        assert not tree.runs("flwr-simulation")

@@ -5,8 +5,11 @@ Fix such a change in fedeas_flwr/federation/flower_internals.py.
 
 from __future__ import annotations
 
+import inspect
+import threading
 from pathlib import Path
-from typing import get_type_hints
+from queue import Queue
+from typing import Any, get_type_hints
 from unittest.mock import Mock
 
 import click
@@ -50,6 +53,35 @@ def test_simulation_grid_excludes_the_http_grid() -> None:
     in_memory, http = InMemoryGrid(Mock()), HttpGrid.__new__(HttpGrid)
     assert isinstance(in_memory, flower_internals.SimulationGrid)
     assert not isinstance(http, flower_internals.SimulationGrid)
+
+
+def test_simulation_starts_the_function_that_forwards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.server.superlink.fleet.vce import vce_api
+
+    name, own = "add_messages_to_queue", flower_internals._forward_messages
+    monkeypatch.setattr(vce_api, name, getattr(vce_api, name))  # restored after the test
+    before = inspect.signature(vce_api.add_messages_to_queue)
+    flower_internals.forward_messages_at_once()
+    assert getattr(vce_api, name) is own and name in vce_api.run_api.__code__.co_names
+    assert list(before.parameters) == list(inspect.signature(own).parameters)
+
+
+def test_announced_messages_are_forwarded_at_once_in_their_order() -> None:
+    waiting, forwarded, stop = {3: "c", 1: "a", 2: "b"}, Queue[str](), threading.Event()
+
+    class State:
+        def get_message_ins(self, node_id: int, limit: int) -> list[Any]:
+            return [waiting.pop(node_id)] if node_id in waiting else []
+
+    flower_internals.announce_messages([3, 1])
+    thread = threading.Thread(target=flower_internals._forward_messages, args=(State(), forwarded, [1, 2, 3], stop))
+    thread.start()
+    assert [forwarded.get(timeout=0.8) for _ in range(2)] == ["c", "a"]
+    assert forwarded.get(timeout=30) == "b"  # not announced: found a second later
+    stop.set()
+    flower_internals.announce_messages([1])
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_app_raised_is_flowers_error_code() -> None:
