@@ -18,6 +18,7 @@ from runners import finish, pass_models_by_reference, small
 from torch import nn
 from users_models import with_batchnorm, with_dropout
 
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.resources import clients_at_once
@@ -56,6 +57,7 @@ def together(calls: Sequence[Callable[[], Any]], at_once: int = 0) -> list[Any]:
     gathering = Gathering(workers)
 
     def run(call: Callable[[], Any]) -> Any:
+        configure_torch("cpu")  # one thread of torch per client
         with gathering.client():
             try:
                 return call()
@@ -72,6 +74,7 @@ class Clients:
     def __init__(
         self, sizes: Sequence[int], recipe: LocalTrainingConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
+        configure_torch("cpu")
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.manual_seed(0)
         model, normalise = SmallCNN(10, SHAPE).to(device, dtype), Normalised(device, dtype)
@@ -104,10 +107,9 @@ def test_group_ends_as_its_clients_do_alone(momentum: float, decay: float, devic
     """Sizes give 0, 1, 2 and 4 batches per epoch, and last batches of 8, 0, 1 (skipped), 2 and 5."""
     recipe = LocalTrainingConfig(2, 8, 0.05, momentum, decay)
     clients = Clients([16, 17, 29, 10, 1, 3], recipe, device)
-    for _ in range(2):  # nothing of the first group may remain in the buffers
-        clients.check(together([clients.call(clients.grouped, k) for k in range(6)]))
-        clients.check(together([clients.call(clients.grouped, k) for k in range(2)]))
-    assert clients.groups == [6, 2, 6, 2]
+    for size in (6, 2, 6):  # nothing of an earlier group may remain in the buffers
+        clients.check(together([clients.call(clients.grouped, k) for k in range(size)]))
+    assert clients.groups == [6, 2, 6]
 
 
 def test_float64_group_ends_as_its_clients_do_alone() -> None:
@@ -256,10 +258,10 @@ def test_run_in_groups_ends_as_without(
     monkeypatch.setattr(
         GroupedEngine, "_train_group", lambda self, group: (sizes.append(len(group)), train_group(self, group))[1]
     )
-    alone = finish(run_config(tmp_path / "alone", rounds=2))
+    alone = finish(run_config(tmp_path / "alone", rounds=2, local_epochs=1, batch_size=64))
     if by_reference:
         pass_models_by_reference(monkeypatch)
-    config = run_config(tmp_path / "together", rounds=2, engine="grouped")
+    config = run_config(tmp_path / "together", rounds=2, local_epochs=1, batch_size=64, engine="grouped")
     run = finish(config)
     assert sizes == ([2, 2] * 2 if by_reference else [4, 4])
     assert clients_at_once(config, False) == 4 and clients_at_once(config.with_changes(actors=3), False) == 3
