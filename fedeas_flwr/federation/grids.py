@@ -10,10 +10,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fedeas_flwr.common.gathering import Gathering
 from fedeas_flwr.data.node import SIMULATED
 from fedeas_flwr.federation.flower_internals import Run, identify_process, set_message_id
 from fedeas_flwr.federation.messages import error_reply
-from fedeas_flwr.training.grouped import Gathering
 
 
 class _SendAndReceiveGrid(Grid):

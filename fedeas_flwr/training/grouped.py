@@ -3,16 +3,16 @@
 A small network's step on ten images is mostly the launching of its kernels. `GroupedEngine` stacks the weights of all
 clients that wait, and takes step t of every client at once, each with its own batches from its own stream. Short
 batches are padded, and clients that have finished stay unchanged, so a client ends with the weights that it would have
-alone, up to rounding. `Gathering` decides when the waiting clients are a complete group.
+alone, up to rounding. `Gathering` (common/gathering.py) decides when the waiting clients are a complete group.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedeas_flwr.common.cuda import capture, own_stream
+from fedeas_flwr.common.gathering import Gathering
 from fedeas_flwr.common.launcher import launch, on_stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.engine import (
@@ -58,79 +59,10 @@ class Member:
     rate: float
     order: int
     """Position in the group, from the client's stream: it does not depend on the order of arrival."""
-    ready: threading.Event = field(default_factory=threading.Event)
-    group: Sequence[Member] = ()
-    """The group that this member is to train; empty if another member does."""
     end: tuple[dict[str, torch.Tensor], np.ndarray[Any, Any]] | None = None
     """Weights after training, and the mean loss of each step; None if the group could not be trained."""
     error: Exception | None = None
     """What is wrong with this client's data."""
-
-
-class Gathering:
-    """Gathers clients that are handled in threads; the last one to arrive trains all that wait.
-
-    A group is complete when ``at_once`` clients wait, or all clients of a round that are not finished yet.
-    """
-
-    _of_thread = threading.local()
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once, self._unfinished, self._lock = at_once, 0, threading.Lock()
-        self._waiting: list[Member] = []
-
-    @contextmanager
-    def expect(self, clients: int) -> Iterator[None]:
-        """Handle this number of clients in the block, each within `client`."""
-        self._unfinished = clients
-        try:
-            yield
-        finally:
-            self._leave(self._unfinished)  # after an interruption: those that wait continue without the others
-
-    @contextmanager
-    def client(self) -> Iterator[None]:
-        """Handle one client in this thread; a client that ends without training is not waited for."""
-        self._of_thread.gathering = self
-        try:
-            yield
-        finally:
-            self._of_thread.gathering = None
-            self._leave(1)
-
-    def _leave(self, clients: int) -> None:
-        with self._lock:
-            self._unfinished -= clients
-            group = self._complete_group()
-        if group:
-            group[0].group = group
-            group[0].ready.set()
-
-    def _complete_group(self) -> list[Member]:
-        if len(self._waiting) < min(self._at_once, self._unfinished):
-            return []
-        group, self._waiting = self._waiting, []
-        return group
-
-    @classmethod
-    def train(cls, member: Member, train_group: Callable[[Sequence[Member]], None]) -> None:
-        """Train a member in a group of this thread's gathering, or alone if the thread has none."""
-        gathering: Gathering | None = getattr(cls._of_thread, "gathering", None)
-        group: Sequence[Member] = [member]
-        if gathering is not None:
-            with gathering._lock:
-                gathering._waiting.append(member)
-                group = gathering._complete_group()
-            if not group:
-                member.ready.wait()
-                group = member.group
-        try:
-            if group:
-                train_group(group)
-        finally:
-            for other in group:
-                if other is not member:
-                    other.ready.set()
 
 
 class GroupedEngine:
@@ -181,7 +113,7 @@ class GroupedEngine:
             counts = np.array(epoch * self._recipe.epochs, dtype=np.float32)
             rate = float(inputs.constants.get(LEARNING_RATE, self._recipe.learning_rate))
             member = Member(trainable, images, labels, table, counts, rate, stream_seed(batches))
-            Gathering.train(member, self._train_group_or_warn)
+            Gathering.work_together(member, self._train_group_or_warn)
             if member.error is not None:
                 raise member.error
             if member.end is not None:
@@ -264,7 +196,9 @@ class GroupedEngine:
         counts = self._counts.index_select(0, self._row)[0]
         images = self._normalise(self._pixels.flatten(0, 1).index_select(0, chosen))
         labels = self._labels.view(-1).index_select(0, chosen).view(-1, recipe.batch_size)
-        gradients, losses = self._gradients(self._weights, images.view(*labels.shape, *images.shape[1:]), labels, counts)
+        gradients, losses = self._gradients(
+            self._weights, images.view(*labels.shape, *images.shape[1:]), labels, counts
+        )
         for name, weight in self._weights.items():
             trains, rate = (each.view(-1, *[1] * (weight.dim() - 1)) for each in (counts > 0, self._rates))
             direction = gradients[name]

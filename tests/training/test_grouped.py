@@ -19,6 +19,7 @@ from torch import nn
 from users_models import with_batchnorm, with_dropout
 
 from fedeas_flwr.common.devices import configure_torch
+from fedeas_flwr.common.gathering import Gathering
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.resources import clients_at_once
@@ -26,7 +27,7 @@ from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import EnginePool, why_not_grouped
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, read_state
-from fedeas_flwr.training.grouped import Gathering, GroupedEngine, why_not_stackable
+from fedeas_flwr.training.grouped import GroupedEngine, why_not_stackable
 from fedeas_flwr.training.models import Normaliser, SmallCNN
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Inputs
 
