@@ -37,7 +37,7 @@ INNER_LAYERS = {
         {"objective", "models"},
         {"engine"},
         {"oom_fallback"},
-        {"eager", "gpu"},
+        {"eager", "gpu", "grouped"},
         {"build"},
         {"evaluation"},
     ],

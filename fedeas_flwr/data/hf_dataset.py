@@ -40,8 +40,8 @@ def is_hf(where: str | Path) -> bool:
     """Return whether a location is ``hf:PATH``, or a folder saved by `save_to_disk`."""
     if str(where).startswith(HF):
         return True
-    path = expanded(where)
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    path = str(expanded(where))  # os.path is three times as fast as Path, and every message asks
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
 def read_splits(where: str | Path) -> tuple[OwnImages, OwnImages | None]:

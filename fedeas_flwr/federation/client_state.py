@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.common.checked import read_checked, write_checked
+from fedeas_flwr.common.cores import map_ordered
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class _Versions:
     """Round → state."""
     needed: set[int] = field(default_factory=set)
     """Rounds that the server may still request; some may be on disk, from before a resume."""
+    changed: bool = False
+    """Whether a version was saved since the last write to disk."""
     written: set[int] = field(default_factory=set)
     """Rounds that this process wrote. Other files may be of a run that was killed before its checkpoint."""
 
@@ -55,6 +58,8 @@ class _Versions:
 _kept: dict[Path, _Versions] = {}
 """Client's folder → the versions in memory, of clients in this process."""
 _kept_lock = threading.Lock()
+_WRITERS = 8
+"""Threads that write client states; they mostly wait for the disk."""
 
 
 class ClientStore:
@@ -100,7 +105,7 @@ class ClientStore:
         if self._in_memory:
             with _kept_lock:
                 versions = _kept.setdefault(self.folder, _Versions(self._owner))
-                versions.states[this_round], versions.needed = state, rounds
+                versions.states[this_round], versions.needed, versions.changed = state, rounds, True
                 # The version of the checkpoint before the last is on disk; after a resume it is read from there.
                 for old in versions.states.keys() - {this_round, *still_needed[:2]}:
                     del versions.states[old]
@@ -139,14 +144,24 @@ def write_kept_states(max_bytes: int = 4 << 30) -> None:
     At most ``max_bytes`` of the arrays, which are all on disk then, stay in memory.
     """
     with _kept_lock:
-        for folder, versions in _kept.items():
-            store = ClientStore(folder, versions.owner)
-            for number, state in versions.states.items():
-                if number not in versions.written:
-                    store.write(number, state)
-            versions.written = set(versions.states)
-            store.drop_all_but(versions.needed)
+        # Only those of clients that trained since the last call: over a run, almost all clients of a large federation
+        # have versions. In threads: each file is written through to the disk.
+        changed = [(folder, versions) for folder, versions in _kept.items() if versions.changed]
+        for _ in map_ordered(_write_versions, changed, min(_WRITERS, max(1, len(changed)))):
+            pass
         _evict_oldest(max_bytes)
+
+
+def _write_versions(kept: tuple[Path, _Versions]) -> None:
+    """Write a client's versions that are only in memory, and delete those that can no longer be requested."""
+    folder, versions = kept
+    store = ClientStore(folder, versions.owner)
+    for number, state in versions.states.items():
+        if number not in versions.written:
+            store.write(number, state)
+    versions.written = set(versions.states)
+    store.drop_all_but(versions.needed)
+    versions.changed = False
 
 
 def _evict_oldest(max_bytes: int) -> None:

@@ -87,7 +87,8 @@ class Classifier:
         """Train with the algorithm's objective."""
         config, algorithm = task.config, client_part(task.config)
         task = replace(task, steps=local_training_config(config).steps(len(task.labels)))
-        classes = len(dataset_info(config.dataset).classes)
+        # Not for plain cross-entropy: for a custom dataset it looks for changed files.
+        classes = 0 if config.loss == "cross-entropy" else len(dataset_info(config.dataset).classes)
         inputs = algorithm.prepare(task) | common_inputs(config, classes, task.labels, task.number, task.client)
         batches = stream(config.seed, "batches", task.number, task.client)
         with self._engines.borrow(config, task.device, algorithm.objective) as engine:
