@@ -29,9 +29,10 @@ from fedeas_flwr.federation.flower_internals import APP_RAISED
 
 log = logging.getLogger("flwr").log
 
-_ANSWER_SECONDS, _SIMULATION_ANSWER_SECONDS = 60.0, 120.0
+_ANSWER_SECONDS, _SIMULATION_ANSWER_SECONDS = 60.0, 300.0
 """Seconds that the run waits for a node to identify itself: it starts a process for the reply, which imports torch.
-A later reply counts too, but is not waited for. In a simulation all processes import torch at once."""
+A later reply counts too, but is not waited for. In a simulation all processes import torch at once, perhaps on a busy
+machine."""
 _NO_WAIT = 1e-9
 """Seconds for a query whose reply is collected later."""
 _POLL_SECONDS = 0.2

@@ -114,13 +114,13 @@ def test_only_states_saved_since_the_last_checkpoint_are_written(tmp_path: Path)
     stores = [ClientStore(tmp_path / str(client), in_memory=True) for client in range(2)]
     try:
         for store in stores:
-            store.save(1, ClientState((2,)), still_needed=(0, 0))
+            store.save(2, ClientState((2,)), still_needed=(1, 1))
         write_kept_states()
         for store in stores:
             store.write(0, ClientState())  # an old version, which the next clean-up of its folder deletes
-        stores[1].save(2, ClientState((3,)), still_needed=(1, 1))
+        stores[1].save(3, ClientState((3,)), still_needed=(2, 2))
         write_kept_states()
         files = [sorted(path.stem[-1] for path in store.folder.glob("*.safetensors")) for store in stores]
-        assert files == [["0", "1"], ["1", "2"]]
+        assert files == [["0", "2"], ["2", "3"]]
     finally:
         forget_kept_states()
