@@ -63,7 +63,7 @@ def test_readme_commands_run(clone: Path, digits_generator: Path) -> None:
 def test_every_name_in_all_can_be_imported() -> None:
     assert all(getattr(fedeas_flwr, name).__name__ == name for name in fedeas_flwr.__all__)
     assert dir(fedeas_flwr) == fedeas_flwr.__all__ and not hasattr(fedeas_flwr, "nothing")
-    assert fedeas_flwr.__getattr__("policies").allocate is fedeas_flwr.allocate
+    assert fedeas_flwr.__getattr__("allocation").budget is fedeas_flwr.budget
 
 
 def test_return_types_are_exported() -> None:
