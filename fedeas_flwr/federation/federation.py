@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -131,6 +132,7 @@ class Federation:
 
     def _run_rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
         """Train, evaluate and record round by round; return the state after the last recorded round."""
+        gc.freeze()  # what exists by now, such as modules, is not searched for garbage in every round
         consecutive_failures, startup = 0, {STARTUP: self.run.seconds_since_start()}
         with BackgroundTask() as background:
             while state.round < self.config.rounds and not self.stopped:
@@ -150,6 +152,7 @@ class Federation:
                 if state.generated.keys() >= self.clients.nodes.keys():
                     self.on_generation_done()
                 outcome.seconds["end_wait"] = background.wait()  # for the previous round
+                gc.collect()  # its models: Flower's `array_records` is a view of a message that is in a reference cycle
                 outcome.seconds.update(startup)
                 startup = {}
                 if not self.stopped:
