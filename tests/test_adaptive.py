@@ -311,6 +311,25 @@ def test_others_spend_the_part_of_a_client_that_does_not_answer(tmp_path: Path, 
     assert run.rounds()[-1]["generated"] == fedeas_total(config)
 
 
+def test_lost_client_restarts_the_search_for_the_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 0 demands at level 0 as many images as the two others get more at level -1, where it is lost."""
+    reply = Adaptive.reply
+
+    def few(self: Adaptive, view: ClientView, question: str, argument: float) -> IntArray:
+        if question != "price":
+            return reply(self, view, question, argument)
+        return np.array([[2 + int(max(0.0, -argument))]])
+
+    def fails(client: int, question: str, number: int) -> bool:
+        return (client, question, number) == (0, "price", 3)
+
+    config = config_of(tmp_path, participation=1.0, min_replies=0.5)
+    monkeypatch.setattr(Adaptive, "reply", few)
+    found = bought_in(fit(config, app_that(fails, [])))
+    assert set(found[2]["clients"]) == {"1", "2"}
+    assert all(sum(item["clients"].values()) == item["images"] for item in found.values())
+
+
 def test_part_that_could_not_be_bought_is_bought_before_the_next_round(tmp_path: Path) -> None:
     def fails(client: int, question: str, number: int) -> bool:
         return question == EVALUATE and number < 3

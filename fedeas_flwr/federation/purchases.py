@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from logging import INFO
 from typing import Any
@@ -63,6 +64,10 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     return {"images": due, "level": level, "clients": {str(client): images for client, images in bought.items()}}
 
 
+class _ClientLostError(Exception):
+    """A client did not answer: what it demanded before must not count in a search for the price."""
+
+
 class _Purchase:
     """One purchase: the clients that take part in it, and those that failed with the reasons."""
 
@@ -80,15 +85,17 @@ class _Purchase:
     def spend(self, total: int) -> tuple[float, dict[int, int]]:
         """Return the level at which the clients spend a total, and each one's number of images."""
         while True:
-            clients = list(self._clients)
+            with suppress(_ClientLostError):  # the others spend the total
+                found = waterfill_level(total, self._demand)
+                return found.level, dict(zip(self._clients, found.samples.tolist(), strict=True))
 
-            def count_at(level: float, clients: Sequence[int] = tuple(clients)) -> IntArray:
-                counts = self._ask("price", level)
-                return np.array([counts[client][0] if client in counts else 0 for client in clients], dtype=np.int64)
-
-            found = waterfill_level(total, count_at)
-            if clients == self._clients:  # else a client was lost meanwhile: the others spend the total
-                return found.level, dict(zip(clients, found.samples.tolist(), strict=True))
+    def _demand(self, level: float) -> IntArray:
+        """Return the number of images that each client would buy at a level."""
+        clients = list(self._clients)
+        counts = self._ask("price", level)
+        if self._clients != clients:
+            raise _ClientLostError
+        return np.array([counts[client][0] for client in clients], dtype=np.int64)
 
     def _ask(self, question: str, at: float = 0.0, model: Mapping[str, Any] | None = None) -> dict[int, Sequence[int]]:
         """Ask the clients; return the numbers of those that answer, and leave out the others from now on."""
