@@ -22,7 +22,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive
-from fedeas_flwr.policies.interface import Share
+from fedeas_flwr.policies.interface import EMPTY_SHARE, Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, to_record
 from fedeas_flwr.waterfill import waterfill_level
@@ -51,7 +51,8 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     if due <= 0 and not policy.evaluates_before(number):
         return None
     registry.manager.discover_new_nodes()
-    asked = [client for client in sorted(registry.nodes) if client not in registry.refused]
+    # Not by `refused`, which a resumed run does not know.
+    asked = [client for client in sorted(registry.nodes) if registry.shares.get(client) != EMPTY_SHARE]
     purchase = _Purchase(training, policy, state, asked)
     purchase.evaluate()
     if due <= 0:
