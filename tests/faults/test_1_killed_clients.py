@@ -19,6 +19,7 @@ from runners import finish, small, weights
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr.common.errors import ProcessesDiedError, RunError
+from fedeas_flwr.federation.federation import evaluate_on_clients
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -109,6 +110,12 @@ class DeadPool(PoolGrid):
 def test_round_without_live_processes_raises_processes_died(tmp_path: Path) -> None:
     with pytest.raises(ProcessesDiedError, match=r"round 1: 3 of 3 clients failed .* it died"):
         federation(tmp_path, toy_app(), DeadPool).training.train_round(START)
+
+
+def test_evaluation_without_live_processes_raises_processes_died(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(), DeadPool)
+    with pytest.raises(ProcessesDiedError, match=r"evaluation: 3 of 3 clients failed .* it died"):
+        evaluate_on_clients(made.grid, made.config, made.clients.nodes, START)
 
 
 def test_error_raised_by_a_client_is_not_retried(tmp_path: Path) -> None:
