@@ -76,7 +76,7 @@ class _Purchase:
         self._training, self._policy, self._state, self._asked = training, policy, state, asked
         self._clients, run = training.clients.manager.available(asked), training.run.identity()
         self._tasks = {client: training.task_of(client, state, run) for client in self._clients}
-        self._failures: dict[int, str] = {}
+        self._failures = {client: "its node is offline" for client in asked if client not in self._clients}
 
     def evaluate(self) -> None:
         """Send the model to the clients, who score their classes."""
@@ -100,7 +100,7 @@ class _Purchase:
 
     def _ask(self, question: str, at: float = 0.0, model: Mapping[str, Any] | None = None) -> dict[int, Sequence[int]]:
         """Ask the clients; return the numbers of those that answer, and leave out the others from now on."""
-        training, registry, policy = self._training, self._training.clients, self._policy
+        training, registry = self._training, self._training.clients
         out = [
             messages.build_query(registry.nodes[c], question, at, task=self._tasks[c], model=model)
             for c in self._clients
@@ -113,17 +113,11 @@ class _Purchase:
                 reply = replies[client]
                 if reply is None or reply.has_error():
                     raise MessageError(training.missing_reply_reason(client, replies))
-                sender, *numbers = messages.read_answer(reply, *policy.questions.get(question, ()))
-                if sender != client:
-                    raise MessageError(f"client-id = {sender}, but the question was for client {client}")
-                if numbers:
-                    registry.declared.check_reply(client, policy, question, at, numbers)
-                found[client] = numbers
+                found[client] = registry.read_numbers(client, reply, self._policy, question, at)
             except MessageError as error:
                 log(INFO, "client %d buys no images before this round: %s", client, error)
                 self._failures[client] = f"{question}: {error}"
                 self._clients.remove(client)
-        failures = [{"client": c, "reason": self._failures.get(c, "its node is offline")} for c in self._asked]
-        failures = [failure for failure in failures if failure["client"] not in self._clients]
+        failures = [{"client": client, "reason": why} for client, why in sorted(self._failures.items())]
         training.check_quorum(self._state.round + 1, self._asked, failures, replies)
         return found
