@@ -42,7 +42,7 @@ from fedeas_flwr.federation.with_fedeas import with_fedeas
 from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, InParts, Measured
 from fedeas_flwr.policies.built_in import FEDEAS
-from fedeas_flwr.policies.interface import ClientView, PolicySettings, Progress, Share
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, PolicySettings, Progress, Share
 from fedeas_flwr.policies.own import find_policy
 from fedeas_flwr.policies.registry import POLICIES, allocate
 from fedeas_flwr.report.document import purchase_section
@@ -309,6 +309,33 @@ def test_others_spend_the_part_of_a_client_that_does_not_answer(tmp_path: Path, 
     assert "1" not in found[2]["clients"] and {"0", "2"} <= set(found[2]["clients"])
     assert all(sum(item["clients"].values()) == item["images"] for item in found.values())
     assert run.rounds()[-1]["generated"] == fedeas_total(config)
+
+
+def test_lost_client_restarts_the_search_for_the_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 0 demands at level 0 as many images as the two others get more at level -1, where it is lost."""
+    reply = Adaptive.reply
+
+    def few(self: Adaptive, view: ClientView, question: str, argument: float) -> IntArray:
+        if question != "price":
+            return reply(self, view, question, argument)
+        return np.array([[2 + int(max(0.0, -argument))]])
+
+    def fails(client: int, question: str, number: int) -> bool:
+        return (client, question, number) == (0, "price", 3)
+
+    config = config_of(tmp_path, participation=1.0, min_replies=0.5)
+    monkeypatch.setattr(Adaptive, "reply", few)
+    found = bought_in(fit(config, app_that(fails, [])))
+    assert set(found[2]["clients"]) == {"1", "2"}
+    assert all(sum(item["clients"].values()) == item["images"] for item in found.values())
+
+
+def test_rejected_client_buys_nothing_after_a_resume(tmp_path: Path) -> None:
+    config = config_of(tmp_path, participation=1.0)
+    made = federation(config, app_that(lambda *_: False, []))
+    made.clients.shares[1] = EMPTY_SHARE  # as the checkpoint stores a client whose reply was rejected
+    made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
+    assert [sorted(item["clients"]) for item in bought_in(made.run).values()] == [["0", "2"]] * 2
 
 
 def test_part_that_could_not_be_bought_is_bought_before_the_next_round(tmp_path: Path) -> None:

@@ -72,20 +72,28 @@ class ClientRegistry:
 
     def _query_all(self, policy: MatchedPolicy, question: str, at: float) -> dict[int, Sequence[int]]:
         """Ask every client; return the numbers of the clients never rejected, in ascending client id."""
-        clients, keys = sorted(self.nodes), policy.questions[question]
+        clients = sorted(self.nodes)
         replies = self._query([messages.build_query(self.nodes[c], question, at) for c in clients])
         found = {}
         for client, reply in zip(clients, replies, strict=True):
             try:
-                sender, *numbers = messages.read_answer(reply, *keys)
-                if sender != client:
-                    raise MessageError(f"client-id = {sender}, but the question was for client {client}")
-                self.declared.check_reply(client, policy, question, at, numbers)
-                found[client] = numbers
+                found[client] = self.read_numbers(client, reply, policy, question, at)
             except MessageError as error:
                 log(WARNING, "client %d gets no share of the budget, its reply is rejected: %s", client, error)
                 self.refused.setdefault(client, f"{question}: {error}")
         return {client: numbers for client, numbers in found.items() if client not in self.refused}
+
+    def read_numbers(
+        self, client: int, reply: Message, policy: MatchedPolicy, question: str, at: float
+    ) -> Sequence[int]:
+        """Return the whole numbers of a client's reply to a question; raise `MessageError` for an impossible one."""
+        keys = policy.questions.get(question, ())
+        sender, *numbers = messages.read_answer(reply, *keys)
+        if sender != client:
+            raise MessageError(f"client-id = {sender}, but the question was for client {client}")
+        if keys:
+            self.declared.check_reply(client, policy, question, at, numbers)
+        return numbers
 
     def collect_disclosures(self, strategy: NeedsDisclosure) -> None:
         """Ask every client for the strategy's disclosure, check the replies and pass them to the strategy."""

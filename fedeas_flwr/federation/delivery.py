@@ -168,8 +168,7 @@ def _exchange(
     """
     until = math.inf if deadline is None else deadline
     if isinstance(grid, InlineGrid):
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        found = list(grid.send_and_receive(out, timeout=left))
+        found = list(grid.send_and_receive(out))
         return _by_node(_by_id(out), found, on_reply)
     since = _online_since(grid)
     if simulation := isinstance(grid, SimulationGrid):

@@ -19,11 +19,11 @@ from typing import Any
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.common.errors import MessageError, RunError
+from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_registry import ClientRegistry
-from fedeas_flwr.federation.delivery import deliver
+from fedeas_flwr.federation.delivery import deliver, has_died
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.purchases import buy_images
 from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
@@ -276,6 +276,8 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     ------
     RunError
         If fewer clients reply than `min-replies` requires, or none has test images.
+    ProcessesDiedError
+        If too few replied and client processes died.
     """
     model, buffers = map(to_record, state.result())
     questions = [messages.evaluate_message(node, model, buffers, config.task) for node in nodes.values()]
@@ -293,7 +295,8 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
             failed = f"client {client}: {error}"
     if len(reports) < config.min_replies_for(len(questions)):
         missing = len(questions) - len(reports)
-        raise RunError(
+        kind = ProcessesDiedError if any(has_died(grid, reply) for reply in replies.values()) else RunError
+        raise kind(
             f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "
             f"{config.min_replies:g} does not allow it; {failed}"
         )

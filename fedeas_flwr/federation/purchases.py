@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from logging import INFO
 from typing import Any
@@ -21,7 +22,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive
-from fedeas_flwr.policies.interface import Share
+from fedeas_flwr.policies.interface import EMPTY_SHARE, Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, to_record
 from fedeas_flwr.waterfill import waterfill_level
@@ -50,7 +51,8 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     if due <= 0 and not policy.evaluates_before(number):
         return None
     registry.manager.discover_new_nodes()
-    asked = [client for client in sorted(registry.nodes) if client not in registry.refused]
+    # Not by `refused`, which a resumed run does not know.
+    asked = [client for client in sorted(registry.nodes) if registry.shares.get(client) != EMPTY_SHARE]
     purchase = _Purchase(training, policy, state, asked)
     purchase.evaluate()
     if due <= 0:
@@ -63,6 +65,10 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     return {"images": due, "level": level, "clients": {str(client): images for client, images in bought.items()}}
 
 
+class _ClientLostError(Exception):
+    """A client did not answer: what it demanded before must not count in a search for the price."""
+
+
 class _Purchase:
     """One purchase: the clients that take part in it, and those that failed with the reasons."""
 
@@ -70,7 +76,7 @@ class _Purchase:
         self._training, self._policy, self._state, self._asked = training, policy, state, asked
         self._clients, run = training.clients.manager.available(asked), training.run.identity()
         self._tasks = {client: training.task_of(client, state, run) for client in self._clients}
-        self._failures: dict[int, str] = {}
+        self._failures = {client: "its node is offline" for client in asked if client not in self._clients}
 
     def evaluate(self) -> None:
         """Send the model to the clients, who score their classes."""
@@ -80,19 +86,21 @@ class _Purchase:
     def spend(self, total: int) -> tuple[float, dict[int, int]]:
         """Return the level at which the clients spend a total, and each one's number of images."""
         while True:
-            clients = list(self._clients)
+            with suppress(_ClientLostError):  # the others spend the total
+                found = waterfill_level(total, self._demand)
+                return found.level, dict(zip(self._clients, found.samples.tolist(), strict=True))
 
-            def count_at(level: float, clients: Sequence[int] = tuple(clients)) -> IntArray:
-                counts = self._ask("price", level)
-                return np.array([counts[client][0] if client in counts else 0 for client in clients], dtype=np.int64)
-
-            found = waterfill_level(total, count_at)
-            if clients == self._clients:  # else a client was lost meanwhile: the others spend the total
-                return found.level, dict(zip(clients, found.samples.tolist(), strict=True))
+    def _demand(self, level: float) -> IntArray:
+        """Return the number of images that each client would buy at a level."""
+        clients = list(self._clients)
+        counts = self._ask("price", level)
+        if self._clients != clients:
+            raise _ClientLostError
+        return np.array([counts[client][0] for client in clients], dtype=np.int64)
 
     def _ask(self, question: str, at: float = 0.0, model: Mapping[str, Any] | None = None) -> dict[int, Sequence[int]]:
         """Ask the clients; return the numbers of those that answer, and leave out the others from now on."""
-        training, registry, policy = self._training, self._training.clients, self._policy
+        training, registry = self._training, self._training.clients
         out = [
             messages.build_query(registry.nodes[c], question, at, task=self._tasks[c], model=model)
             for c in self._clients
@@ -105,17 +113,11 @@ class _Purchase:
                 reply = replies[client]
                 if reply is None or reply.has_error():
                     raise MessageError(training.missing_reply_reason(client, replies))
-                sender, *numbers = messages.read_answer(reply, *policy.questions.get(question, ()))
-                if sender != client:
-                    raise MessageError(f"client-id = {sender}, but the question was for client {client}")
-                if numbers:
-                    registry.declared.check_reply(client, policy, question, at, numbers)
-                found[client] = numbers
+                found[client] = registry.read_numbers(client, reply, self._policy, question, at)
             except MessageError as error:
                 log(INFO, "client %d buys no images before this round: %s", client, error)
                 self._failures[client] = f"{question}: {error}"
                 self._clients.remove(client)
-        failures = [{"client": c, "reason": self._failures.get(c, "its node is offline")} for c in self._asked]
-        failures = [failure for failure in failures if failure["client"] not in self._clients]
+        failures = [{"client": client, "reason": why} for client, why in sorted(self._failures.items())]
         training.check_quorum(self._state.round + 1, self._asked, failures, replies)
         return found

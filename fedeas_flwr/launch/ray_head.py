@@ -23,9 +23,14 @@ def head_environment(port: int) -> dict[str, str]:
 
 
 def with_head(command: list[str], resources: Mapping[str, float]) -> list[str]:
-    """Return a command that starts Ray's head process and then becomes the given one, the parent of the head."""
+    """Return a command that starts Ray's head process and then becomes the given one.
+
+    If the head ends, so does the command, and the launcher starts both again: without a head Flower would try for
+    minutes to connect.
+    """
     sizes = [f"{resources.get(f'init-args-num-{kind}', -1):g}" for kind in ("cpus", "gpus")]
-    return ["sh", "-c", f"{shlex.join([sys.executable, __file__, *sizes])} & exec {shlex.join(command)}"]
+    head = shlex.join([sys.executable, __file__, *sizes])
+    return ["sh", "-c", f"({head}; kill $$) & exec {shlex.join(command)}"]
 
 
 def main() -> None:

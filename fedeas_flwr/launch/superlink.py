@@ -188,9 +188,7 @@ def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool = Fa
     """Wait until this SuperLink listens on the port; return False if it exits, as it does if the port is taken."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
-        if isolated and listens_inside(superlink.pid, port):
-            return True
-        if not isolated and is_listening(port) and listens(superlink.pid, port):
+        if listens_inside(superlink.pid, port) if isolated else is_listening(port) and listens(superlink.pid, port):
             return True
         time.sleep(0.1)
     return False

@@ -153,10 +153,6 @@ class Adaptive(InParts, MatchedPolicy):
         """Return the names of the settings that the plan depends on."""
         return self.settings
 
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return whether budgets can be above 0."""
-        return FEDEAS.generates(settings)
-
     def reply(self, view: ClientView, question: str, argument: float) -> IntArray:
         """Return each client's integer, [K, 1]: for ``price``, the number of images that it would buy at a level."""
         if question == "plan":

@@ -44,9 +44,6 @@ REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocati
 """Rules that need the counts of all clients and a total: for `fedeas plan` and the figures, not for runs."""
 
 
-_ALLOWED = f"{', '.join(POLICIES)}, or package.module:name"
-
-
 def check_runnable(name: str) -> None:
     """Raise ValueError, with the allowed values, for a name of a policy that a federation cannot run."""
     if name in REFERENCES:
@@ -55,7 +52,7 @@ def check_runnable(name: str) -> None:
             "only `fedeas plan` supports it. Use waterfill, which spends a total at least as well"
         )
     if name not in POLICIES and not is_import_path(name):
-        raise ValueError(f"must be one of {_ALLOWED}")
+        raise ValueError(f"must be one of {', '.join(POLICIES)}, or package.module:name")
 
 
 def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:

@@ -20,7 +20,7 @@ from fedeas_flwr.training.augmentation import VIEWS, draw_views
 from fedeas_flwr.training.engine import LEARNING_RATE, Engine, LocalTrainingConfig
 from fedeas_flwr.training.grouped import GroupedEngine, why_not_stackable
 from fedeas_flwr.training.losses import loss_constants
-from fedeas_flwr.training.models import ImageShape, Normaliser, build_model
+from fedeas_flwr.training.models import Normaliser, build_model
 from fedeas_flwr.training.objective import Inputs, Objective
 from fedeas_flwr.training.oom_fallback import (
     Differentiate,
@@ -39,20 +39,14 @@ def build_network(config: RunConfig) -> torch.nn.Module:
     A run builds about a dozen: one per engine, for evaluation and for the first round. Drawing or reading ResNet-18's
     weights takes twenty times as long as copying them.
     """
-    info = dataset_info(config.dataset)
-    arguments = (config.model, len(info.classes), info.image_shape, config.stem, config.weights, config.seed)
-    if ":" in config.model:  # a user's model may not support deepcopy
-        return _initial_network(*arguments)
-    return deepcopy(_cached_network(*arguments))
+    info, own = dataset_info(config.dataset), ":" in config.model
+    build = build_model if own else _build_cached
+    keys = {"stem": config.stem, "weights": config.weights}
+    network = build(config.model, len(info.classes), info.image_shape, seed=config.seed, **keys)
+    return network if own else deepcopy(network)  # a user's model may not support deepcopy
 
 
-def _initial_network(
-    model: str, classes: int, image_shape: ImageShape, stem: str, weights: str, seed: int
-) -> torch.nn.Module:
-    return build_model(model, classes, image_shape, stem=stem, weights=weights, seed=seed)
-
-
-_cached_network = lru_cache(maxsize=1)(_initial_network)
+_build_cached = lru_cache(maxsize=1)(build_model)
 
 
 def local_training_config(config: RunConfig) -> LocalTrainingConfig:
@@ -173,12 +167,9 @@ class EnginePool:
             logger.warning("engine = 'grouped': clients train one by one: %s", reason)
             return None
         info = dataset_info(config.dataset)
-        normalise, alone = (
-            Normaliser(info.mean, info.std, device),
-            partial(self._borrow_single, config, device, objective),
-        )
-        recipe, shape = local_training_config(config), info.image_shape
-        return GroupedEngine(build_network(config), recipe, normalise, device, shape, len(info.classes), alone)
+        normalise, recipe = Normaliser(info.mean, info.std, device), local_training_config(config)
+        alone, given = partial(self._borrow_single, config, device, objective), (info.image_shape, len(info.classes))
+        return GroupedEngine(build_network(config), recipe, normalise, device, *given, alone)
 
     @contextmanager
     def _borrow_single(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from runners import finish, small, weights
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr.common.errors import ProcessesDiedError, RunError
+from fedeas_flwr.federation.federation import evaluate_on_clients
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.launch import ray_head
 from fedeas_flwr.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.flower
@@ -111,6 +114,12 @@ def test_round_without_live_processes_raises_processes_died(tmp_path: Path) -> N
         federation(tmp_path, toy_app(), DeadPool).training.train_round(START)
 
 
+def test_evaluation_without_live_processes_raises_processes_died(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(), DeadPool)
+    with pytest.raises(ProcessesDiedError, match=r"evaluation: 3 of 3 clients failed .* it died"):
+        evaluate_on_clients(made.grid, made.config, made.clients.nodes, START)
+
+
 def test_error_raised_by_a_client_is_not_retried(tmp_path: Path) -> None:
     tries: list[int] = []
 
@@ -143,16 +152,18 @@ def test_launcher_stops_after_max_restarts_without_progress(tmp_path: Path, monk
 # -------------------------------------------------------------------------------------------- real runs, under Ray
 
 
-def client_processes() -> list[psutil.Process]:
-    """Return the client processes of this test's run."""
+def processes_with(word: str) -> list[psutil.Process]:
+    """Return the processes of this test's run of whose command a word begins with this one."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ClientAppActor"):
+        with suppress(psutil.Error):
+            if any(each.startswith(word) for each in process.cmdline()[:2]):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
+
+
+def client_processes() -> list[psutil.Process]:
+    return processes_with("ray::ClientAppActor")
 
 
 def kill_when(ready: Callable[[], bool], whom: Callable[[], list[int]], killed: list[int]) -> threading.Thread:
@@ -178,7 +189,7 @@ KEYS = {"clients": 6, "rounds": 6, "policy": "none", "local_epochs": 30, "partic
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_leftovers")
-@pytest.mark.parametrize("kind", ["one client process", "all client processes", "the server"])
+@pytest.mark.parametrize("kind", ["one client process", "all client processes", "the server", "Ray"])
 def test_killed_processes_do_not_change_the_result(tmp_path: Path, kind: str) -> None:
     whole = finish(small(tmp_path / "whole", **KEYS))
     folder, killed = tmp_path / "killed", list[int]()
@@ -189,6 +200,8 @@ def test_killed_processes_do_not_change_the_result(tmp_path: Path, kind: str) ->
     def whom() -> list[int]:
         if kind == "the server":
             return [p["pid"] for p in RunDirectory(folder).processes() if p["pid"] != os.getpid()]
+        if kind == "Ray":
+            return [p.pid for p in processes_with(ray_head.__file__)]
         return training_pids()[:1] if kind == "one client process" else [p.pid for p in client_processes()]
 
     killer = kill_when(third_round, whom, killed)
@@ -198,7 +211,7 @@ def test_killed_processes_do_not_change_the_result(tmp_path: Path, kind: str) ->
     assert weights(run) == weights(whole)
     assert [record["failures"] for record in run.rounds()] == [[]] * 6
     log = (folder / "flower.log").read_text()
-    assert ("sending them again" in log) == (kind != "the server")
+    assert kind == "Ray" or ("sending them again" in log) == (kind != "the server")
     assert log.count("Run directory: ") == (1 if kind == "one client process" else 2), "restarted by the launcher"
 
 
