@@ -29,7 +29,11 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists the keys")] = None,
 ) -> None:
     """Run one federated training under Flower and wait until it ends."""
-    config = read_config(conf, overrides or [])
+    start_in_own_folder(read_config(conf, overrides or []))
+
+
+def start_in_own_folder(config: RunConfig) -> None:
+    """Start a run in its run-dir, or without one in a new folder of ./runs."""
     if config.run_dir:
         start(config)
         return

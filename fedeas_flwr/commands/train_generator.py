@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedeas_flwr.commands.output import check_folder, console, reject_options
-from fedeas_flwr.commands.run import run
+from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.config import RunConfig, generator_config
+from fedeas_flwr.config_files import read_config, read_values
 from fedeas_flwr.data.datasets import dataset_info
 
 
@@ -67,7 +70,8 @@ def train_generator(
     if federated is not None:
         names = {parameter.name for parameter in context.command.params} - {"overrides", "federated", "out"}
         reject_options(context, names, "a key of the run-config sets it with --federated")
-        run(federated, [*(["run-dir=" + str(out)] if out else []), "task=generator", "policy=none", *(overrides or [])])
+        config = _federated_config(federated, overrides or [])
+        start_in_own_folder(config.with_changes(run_dir=str(out.absolute())) if out else config)
         return
     if overrides or not dataset or out is None:
         what = (
@@ -127,3 +131,10 @@ def train_generator(
         f"next: {command}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the config of the training alone; the file may be that of a run that trains its generator first."""
+    if read_values(conf, overrides).get("generator") == "federated":
+        return generator_config(read_config(conf, overrides))
+    return read_config(conf, ["task=generator", "policy=none", *overrides])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from deployments import Lab
 from runners import CHEAP, SMALL, finish, quick, run_in_process, small, weights
 from waiting import LONG
@@ -91,6 +92,19 @@ def test_generator_is_trained_once_and_the_run_uses_it(
 
     (training.path / "generator" / "unet" / "config.json").write_text("{}")  # damaged: written again
     assert weights(finish(tiny(tmp_path / "three"))) == weights(one)
+
+
+def test_training_alone_gives_the_generator_of_the_run(
+    tmp_path: Path, whole: tuple[RunDirectory, RunDirectory]
+) -> None:
+    run, training = whole
+    values = {**run.config().to_user_dict(), "run-dir": ""}
+    (tmp_path / "c.toml").write_text(tomli_w.dumps(values))
+    done = run_in_process("train-generator", "--federated", "c.toml", "--out", "alone", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone = RunDirectory(tmp_path / "alone")
+    assert alone.config().task == "generator" and len(alone.rounds()) == RECIPE["rounds"]
+    assert weights(alone) == weights(training)
 
 
 @pytest.mark.parametrize("task", ["generator", pytest.param("classifier", marks=pytest.mark.slow)])
