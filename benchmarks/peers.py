@@ -5,9 +5,8 @@
 
 Peers (--peers; the default is PEERS): `flower:N`, Flower's own simulation with N clients at a time; `pfl:N`,
 pfl-research in N processes; `torch`, a plain PyTorch loop; `inline:P:N` and `ray:P:N`, this project's two backends in
-precision P with N clients at a time, `inline:P:N:grouped` its grouped engine. `:mps` after flower:N or pfl:N lets its
-processes share the GPU by MPS, as `ray` always does. The programs of the first three are in peer_programs/ and keep
-PyTorch's default precision.
+precision P with N clients at a time. `:mps` after flower:N or pfl:N lets its processes share the GPU by MPS, as `ray`
+always does. The programs of the first three are in peer_programs/ and keep PyTorch's default precision.
 
 Jobs: A, the paper's FedAvg with 100 clients (conf/cifar10-k100.toml, protocol clean). B, pfl-research's CIFAR-10
 benchmark: 1,000 clients of 50 images, 50 a round, its small CNN. C, 10,000 clients of 5 images, 100 a round, the same
@@ -165,9 +164,7 @@ def command_of(name: str, words: Sequence[str], config: RunConfig, folder: Path,
         write_job(config, words, folder)
         python = pfl_python if name == "pfl" else sys.executable
         return [python, "-m", "peer_programs", PROGRAMS[name], str(folder)]
-    precision, actors, *engine = words
-    ours = {"backend": name, "precision": precision, "actors": int(actors), "engine": (engine or ["auto"])[0]}
-    ours |= {"run_dir": str(folder / "run")}
+    ours = {"backend": name, "precision": words[0], "actors": int(words[1]), "run_dir": str(folder / "run")}
     (folder / "run.toml").write_text(tomli_w.dumps(config.with_changes(**ours).to_user_dict()))
     main = "from fedeas_flwr.commands.app import main; main()"
     return [sys.executable, "-c", main, "run", str(folder / "run.toml")]

@@ -303,9 +303,8 @@ class RunConfig(_Table):
     weight_decay: float = Field(0.0, ge=0, le=10)
     """SGD weight decay"""
 
-    engine: Literal["auto", "eager", "graphed", "grouped"] = "auto"
-    """training engine: graphed replays CUDA graphs on a GPU; eager runs anywhere; grouped trains the clients of a round
-    together, for clients of a few images and a small network (inline only); auto chooses graphed or eager"""
+    engine: Literal["auto", "eager", "graphed"] = "auto"
+    """training engine: graphed replays CUDA graphs on a GPU; eager runs anywhere; auto chooses"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """arithmetic precision of training on a GPU"""
 

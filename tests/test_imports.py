@@ -37,7 +37,7 @@ INNER_LAYERS = {
         {"objective", "models"},
         {"engine"},
         {"oom_fallback"},
-        {"eager", "gpu", "grouped"},
+        {"eager", "gpu"},
         {"build"},
         {"evaluation"},
     ],

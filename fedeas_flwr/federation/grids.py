@@ -10,7 +10,6 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedeas_flwr.common.gathering import Gathering
 from fedeas_flwr.data.node import SIMULATED
 from fedeas_flwr.federation.flower_internals import Run, identify_process, set_message_id
 from fedeas_flwr.federation.messages import error_reply
@@ -61,7 +60,6 @@ class InlineGrid(_SendAndReceiveGrid):
         identify_process()
         self._app, self.by_reference = app, by_reference
         self._pool = ThreadPoolExecutor(workers) if workers > 1 else None
-        self._gathering = Gathering(workers)
         self._contexts = {
             node: Context(
                 run_id=1,
@@ -78,9 +76,7 @@ class InlineGrid(_SendAndReceiveGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Handle the messages and return the replies in order; ``timeout`` is ignored."""
-        messages = list(messages)
-        with self._gathering.expect(len(messages)):
-            return list((self._pool.map if self._pool else map)(self._deliver, messages))
+        return list((self._pool.map if self._pool else map)(self._deliver, messages))
 
     def close(self) -> None:
         """Stop the workers after their current messages, without waiting for them; drop the queued messages."""
@@ -89,11 +85,10 @@ class InlineGrid(_SendAndReceiveGrid):
 
     def _deliver(self, message: Message) -> Message:
         set_message_id(message)
-        with self._gathering.client():
-            try:
-                return self._app(message, self._contexts[message.metadata.dst_node_id])
-            except Exception as error:  # an error reply, as on Flower's own grids
-                return error_reply(message, error)
+        try:
+            return self._app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:  # an error reply, as on Flower's own grids
+            return error_reply(message, error)
 
 
 class GridView(_SendAndReceiveGrid):

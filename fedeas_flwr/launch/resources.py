@@ -33,10 +33,8 @@ from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.ray_service import reserve_generator_gpu
-from fedeas_flwr.strategies.registry import client_part
-from fedeas_flwr.training.build import build_engine, build_network, why_not_grouped
+from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import Engine, read_state
-from fedeas_flwr.training.grouped import MAX_GROUP
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 logger = logging.getLogger(__name__)
@@ -59,10 +57,6 @@ def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
     """Return the number of clients that train in parallel: processes under Ray, threads inline on a GPU."""
     if config.actors:
         return config.actors
-    if config.engine == "grouped":
-        device = "cuda" if on_gpu else "cpu"
-        if not why_not_grouped(config, device, client_part(config).objective):
-            return min(config.num_sampled(config.clients), MAX_GROUP)
     if on_gpu and config.task == "generator":  # measuring would compile the network; inline, clients wait for memory
         return DEFAULT_PARALLEL_CLIENTS
     if on_gpu:

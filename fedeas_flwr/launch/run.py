@@ -93,8 +93,7 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
     values = config.to_user_dict()
     with _quiet_terminal(), progress.in_background():
         on_gpu = pick_device(config.device) == "cuda"
-        in_parallel = on_gpu or config.engine == "grouped"
-        workers = clients_at_once(config, on_gpu) if in_parallel else config.actors or 1
+        workers = clients_at_once(config, on_gpu) if on_gpu else config.actors or 1
         grid = InlineGrid(client_app.app, config.clients, values, workers, by_reference=on_gpu)
         context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import VIEWS, draw_views
 from fedeas_flwr.training.engine import LEARNING_RATE, Engine, LocalTrainingConfig
-from fedeas_flwr.training.grouped import GroupedEngine, why_not_stackable
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.models import Normaliser, build_model
 from fedeas_flwr.training.objective import Inputs, Objective
@@ -29,8 +27,6 @@ from fedeas_flwr.training.oom_fallback import (
     full_batch_gradient,
     low_memory_modes,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def build_network(config: RunConfig) -> torch.nn.Module:
@@ -126,18 +122,6 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     return OomFallbackEngine(("in CUDA graphs", graphed) if use_graphs else eager_level, fallbacks)
 
 
-@lru_cache(maxsize=4)
-def why_not_grouped(config: RunConfig, device: str, objective: Objective) -> str:
-    """Return why the clients of a round cannot train together (grouped.py), or an empty text if they can."""
-    if config.backend != "inline" or config.task != "classifier":
-        return "only classifiers with backend = 'inline' train in groups"
-    if type(objective) is not Objective or config.loss != "cross-entropy" or config.views != "none":
-        return "a strategy with an objective of its own, another loss or views are not for groups"
-    if config.precision == "bf16" and device != "cpu":
-        return "precision = 'bf16' is not for groups"
-    return why_not_stackable(build_network(config), dataset_info(config.dataset).image_shape)
-
-
 class EnginePool:
     """Engines of one run-config, shared by the clients of a process; another run-config discards them."""
 
@@ -146,34 +130,13 @@ class EnginePool:
         self._config: RunConfig | None = None
         self._free: dict[int, Engine] = {}
         self._count = 0
-        self._grouped: GroupedEngine | None = None
 
     @contextmanager
     def borrow(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
-        """Yield the free engine of lowest rank, or a new one if none is free; with grouped, the one that all share."""
+        """Yield the free engine of lowest rank, or a new one if none is free."""
         with self._lock:
             if self._config != config:
                 self._config, self._free, self._count = config, {}, 0
-                self._grouped = self._build_grouped(config, device, objective) if config.engine == "grouped" else None
-            grouped = self._grouped
-        if grouped is not None:
-            yield grouped
-            return
-        with self._borrow_single(config, device, objective) as engine:
-            yield engine
-
-    def _build_grouped(self, config: RunConfig, device: str, objective: Objective) -> GroupedEngine | None:
-        if reason := why_not_grouped(config, device, objective):
-            logger.warning("engine = 'grouped': clients train one by one: %s", reason)
-            return None
-        info = dataset_info(config.dataset)
-        normalise, recipe = Normaliser(info.mean, info.std, device), local_training_config(config)
-        alone, given = partial(self._borrow_single, config, device, objective), (info.image_shape, len(info.classes))
-        return GroupedEngine(build_network(config), recipe, normalise, device, *given, alone)
-
-    @contextmanager
-    def _borrow_single(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
-        with self._lock:
             free = self._free
             rank = min(free, default=self._count)
             engine = free.pop(rank, None)
