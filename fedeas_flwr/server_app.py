@@ -30,7 +30,7 @@ from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.node import run_folder
 from fedeas_flwr.federation.client_manager import count_clients
-from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
+from fedeas_flwr.federation.client_state import forget_kept_states, kept_states_writer
 from fedeas_flwr.federation.delivery import is_simulated
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.flwr_run import is_plain_run, log_surroundings, warn_without_gpu_share
@@ -131,7 +131,7 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         test = learner.central_test(config, device) if config.evaluation == "central" else None
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
-            start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
+            start, federation.before_checkpoint = _on_device(start, device), _client_state_writer(device)
         elif is_simulated(grid) and device != "cpu" and _replies_fit(start, config):
             start = _on_device(start, device)  # then replies are checked and averaged there, and Γ̂ computed
         federation.stopped = callbacks.start_run(config, run.rounds())
@@ -282,8 +282,8 @@ def _replies_fit(state: Checkpoint, config: RunConfig) -> bool:
     return bool(20 * config.num_sampled(config.clients) * bytes_of_model <= torch.cuda.mem_get_info()[1])
 
 
-def _client_state_flusher(device: str) -> Callable[[], None]:
-    """Return a function that writes all client states to disk and keeps a quarter of the GPU's memory of them there."""
+def _client_state_writer(device: str) -> Callable[[], Callable[[], None]]:
+    """Return `kept_states_writer`, with a quarter of the GPU's memory for states."""
     if device == "cpu":
-        return write_kept_states
-    return partial(write_kept_states, torch.cuda.mem_get_info()[1] // 4)
+        return kept_states_writer
+    return partial(kept_states_writer, torch.cuda.mem_get_info()[1] // 4)

@@ -1,5 +1,5 @@
 """Run federated rounds: the server's side, the messages, and the state that clients keep between rounds.
 
 `Augmenter` and `with_fedeas` are for other Flower apps. Other packages use `Federation`, `count_clients`,
-`messages.py`, `InlineGrid`, `ClientStore`, `ClientState`, `write_kept_states` and `forget_kept_states`.
+`messages.py`, `InlineGrid`, `ClientStore`, `ClientState`, `kept_states_writer` and `forget_kept_states`.
 """

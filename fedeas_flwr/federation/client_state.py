@@ -7,15 +7,15 @@ state-000012.safetensors  after round 12: the plan, the label counts it is based
                           keeps on the client (SCAFFOLD's c_i, MOON's last model); with a digest (common/checked.py)
 
 On the inline GPU grid, server and clients are one process, and models never leave the GPU. There the versions stay in
-memory too, and are written just before the server's checkpoint: after a crash it requests none from between two
-checkpoints. Of the written versions only a limited number of bytes stays in memory; clients that trained longest ago
-read theirs from disk again.
+memory too. Those of a round with a checkpoint are written just before the checkpoint, while the next round trains:
+after a crash the server requests none from between two checkpoints. Of the written versions only a limited number of
+bytes stays in memory; clients that trained longest ago read theirs from disk again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,13 @@ class _Versions:
     """Round → state."""
     needed: set[int] = field(default_factory=set)
     """Rounds that the server may still request; some may be on disk, from before a resume."""
-    changed: bool = False
-    """Whether a version was saved since the last write to disk."""
     written: set[int] = field(default_factory=set)
     """Rounds that this process wrote. Other files may be of a run that was killed before its checkpoint."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether a version is only in memory."""
+        return not self.written.issuperset(self.states)
 
 
 _kept: dict[Path, _Versions] = {}
@@ -72,7 +75,7 @@ class ClientStore:
     owner
         The run and the client, which every file's digest covers.
     in_memory
-        Keep new versions in memory until `write_kept_states`.
+        Keep new versions in memory until `kept_states_writer`.
     """
 
     def __init__(self, folder: Path, owner: str = "", in_memory: bool = False) -> None:
@@ -105,7 +108,7 @@ class ClientStore:
         if self._in_memory:
             with _kept_lock:
                 versions = _kept.setdefault(self.folder, _Versions(self._owner))
-                versions.states[this_round], versions.needed, versions.changed = state, rounds, True
+                versions.states[this_round], versions.needed = state, rounds
                 # The version of the checkpoint before the last is on disk; after a resume it is read from there.
                 for old in versions.states.keys() - {this_round, *still_needed[:2]}:
                     del versions.states[old]
@@ -138,38 +141,43 @@ class ClientStore:
         return f"{self._owner}/{round_number}"
 
 
-def write_kept_states(max_bytes: int = 4 << 30) -> None:
-    """Write every version that is only in memory, and delete from disk those that can no longer be requested.
+def kept_states_writer(max_bytes: int = 4 << 30) -> Callable[[], None]:
+    """Return a function that writes the versions that are only in memory now, while clients may save later ones.
 
-    At most ``max_bytes`` of the arrays, which are all on disk then, stay in memory.
+    It also deletes from disk the versions that can no longer be requested. At most ``max_bytes`` of the arrays that are
+    on disk then stay in memory.
     """
     with _kept_lock:
         # Only those of clients that trained since the last call: over a run, almost all clients of a large federation
-        # have versions. In threads: each file is written through to the disk.
-        changed = [(folder, versions) for folder, versions in _kept.items() if versions.changed]
-        for _ in map_ordered(_write_versions, changed, min(_WRITERS, max(1, len(changed)))):
+        # have versions.
+        taken = [(folder, kept, dict(kept.states), kept.needed) for folder, kept in _kept.items() if kept.changed]
+
+    def write() -> None:
+        # In threads: each file is written through to the disk.
+        for _ in map_ordered(lambda each: _write_versions(*each), taken, min(_WRITERS, max(1, len(taken)))):
             pass
-        _evict_oldest(max_bytes)
+        with _kept_lock:
+            _evict_oldest(max_bytes)
+
+    return write
 
 
-def _write_versions(kept: tuple[Path, _Versions]) -> None:
-    """Write a client's versions that are only in memory, and delete those that can no longer be requested."""
-    folder, versions = kept
-    store = ClientStore(folder, versions.owner)
-    for number, state in versions.states.items():
-        if number not in versions.written:
-            store.write(number, state)
-    versions.written = set(versions.states)
-    store.drop_all_but(versions.needed)
-    versions.changed = False
+def _write_versions(folder: Path, kept: _Versions, states: Mapping[int, ClientState], needed: Collection[int]) -> None:
+    """Write those of a client's ``states`` that are only in memory, and delete those that are not ``needed``."""
+    store = ClientStore(folder, kept.owner)
+    for number in states.keys() - kept.written:
+        store.write(number, states[number])
+    store.drop_all_but(needed)
+    with _kept_lock:
+        kept.written = (kept.written | states.keys()) & kept.states.keys()
 
 
 def _evict_oldest(max_bytes: int) -> None:
-    """Free the arrays of the clients that trained longest ago; all versions are on disk."""
+    """Free the arrays of the clients that trained longest ago and have all their versions on disk."""
     free = max_bytes
     for versions in sorted(_kept.values(), key=lambda versions: -max(versions.states, default=0)):
         free -= sum(array.nbytes for state in versions.states.values() for array in state.memory.values())
-        if free < 0:
+        if free < 0 and not versions.changed:
             versions.states.clear()
 
 

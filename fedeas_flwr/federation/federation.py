@@ -60,8 +60,9 @@ class Federation:
     training
         Runs one training round at a time.
     on_generation_done, before_checkpoint, on_round_end
-        Functions to call: after every client has generated its images, before client states must be on disk, and with
-        the record of each round. The last one may return why this round should be the run's last.
+        Functions to call: after every client has generated its images, after a round that gets a checkpoint, and with
+        the record of each round. The second one returns a function that is called just before the checkpoint, while the
+        next round trains. The last one may return why this round should be the run's last.
     stopped
         Why the run ends after the last recorded round, whatever `rounds` is; empty if it goes on.
     """
@@ -71,7 +72,7 @@ class Federation:
         self.clients = ClientRegistry(grid, config)
         self.training = TrainingRounds(self.clients, strategy, run)
         self.on_generation_done: Callable[[], None] = lambda: None
-        self.before_checkpoint: Callable[[], None] = lambda: None
+        self.before_checkpoint: Callable[[], Callable[[], None]] = lambda: lambda: None
         self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
         self.stopped = ""
 
@@ -171,8 +172,8 @@ class Federation:
         """Measure, record and, if due, checkpoint a round; in the background if the server evaluates."""
         last = state.round == self.config.rounds
         checkpoint_due = last or state.round % self.config.checkpoint_every == 0
-        if checkpoint_due:  # before the next round, whose clients replace the states that they keep in memory
-            self.before_checkpoint()
+        # Before the next round, whose clients replace the states that they keep in memory.
+        write_client_states = self.before_checkpoint() if checkpoint_due else None
         # Clients cannot evaluate while they train.
         blocking = last or (test is None and self.config.evaluates_in(state.round))
         metadata = self._round_metadata(state, outcome)  # before the next round, which changes the strategy
@@ -184,7 +185,8 @@ class Federation:
             record = {"round": state.round, **measured, **metadata, "seconds": seconds}
             self.run.append_round(record)
             self._recorded = state
-            if checkpoint_due:
+            if write_client_states is not None:
+                write_client_states()
                 self._checkpoint(state)
             score = "accuracy" if "accuracy" in measured else "loss"
             if measured[score] is not None:
@@ -260,7 +262,7 @@ class Federation:
         if state.round <= self._checkpointed_round or state.round < self._round_in_progress - 1:
             return
         try:
-            self.before_checkpoint()
+            self.before_checkpoint()()
             self._checkpoint(state)
         except Exception as error:  # a full disk or a broken GPU must not hide the error that ended the run
             log(ERROR, "no checkpoint of round %d: %s", state.round, error)

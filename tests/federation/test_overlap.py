@@ -91,17 +91,18 @@ def test_records_and_checkpoints_lag_at_most_one_round(tmp_path: Path) -> None:
         return OK
 
     federated = federation(tmp_path, toy_app(train), rounds=6, **{"checkpoint-every": 2})
-    save, before = federated.run.save_checkpoint, federated.before_checkpoint
+    save = federated.run.save_checkpoint
 
     def save_noted(checkpoint: Checkpoint) -> None:
         assert recorded_rounds(federated.run)[-1] == checkpoint.round, "checkpointed before its record was written"
         happened.append(("checkpoint", checkpoint.round))
         save(checkpoint)
 
-    def before_noted() -> None:
-        assert threading.current_thread() is threading.main_thread(), "client states were written while clients train"
-        happened.append(("states", max(number for what, number in happened if what == "train")))
-        before()
+    def before_noted() -> Callable[[], None]:
+        assert threading.current_thread() is threading.main_thread(), "client states were taken while clients train"
+        number = max(number for what, number in happened if what == "train")
+        happened.append(("states taken", number))
+        return lambda: happened.append(("states", number))
 
     federated.run.save_checkpoint = save_noted  # type: ignore[method-assign]
     federated.before_checkpoint = before_noted
@@ -114,7 +115,7 @@ def test_records_and_checkpoints_lag_at_most_one_round(tmp_path: Path) -> None:
     for number in range(1, 5):  # round n is recorded before round n + 2 starts
         assert happened.index(("record", number)) < happened.index(("train", number + 2))
     for number in (2, 4):  # and checkpointed if due, after the client states are on disk
-        assert happened.index(("states", number)) < happened.index(("train", number + 1))
+        assert happened.index(("states taken", number)) < happened.index(("train", number + 1))
         assert happened.index(("states", number)) < happened.index(("checkpoint", number))
         assert happened.index(("checkpoint", number)) < happened.index(("train", number + 2))
     # A task never names a checkpoint that is not on disk yet; that of the round before the last one always is.
