@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from logging import ERROR
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 
@@ -199,7 +199,18 @@ def classes_digest(classes: Sequence[str]) -> int:
 
 def is_in_process(message: Message) -> bool:
     """Return whether a message passes its model by reference within this process, not as bytes."""
-    return isinstance(message.content.array_records[ARRAYS], InProcessRecord)
+    return isinstance(message.content[ARRAYS], InProcessRecord)
+
+
+# Not by Flower's properties such as `array_records`: each call builds a view of the records, in a reference cycle.
+
+
+def _config(message: Message) -> ConfigRecord:
+    return cast(ConfigRecord, message.content[CONFIG])
+
+
+def _arrays(message: Message, name: str) -> Arrays:
+    return to_arrays(cast(ArrayRecord, message.content[name]))
 
 
 # ------------------------------------------------------------------------------------------------ query
@@ -268,7 +279,7 @@ def add_task(
     ``generator`` has the weights of the run's generator, for a client that does not have it yet.
     """
     content = RecordDict(dict(message.content.items()))
-    config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
+    config = ConfigRecord(dict(_config(message).items()))
     _write(config, task)
     content[CONFIG] = config
     content[BUFFERS], content[EXTRA] = buffers, extra
@@ -279,33 +290,32 @@ def add_task(
 
 def read_task(message: Message) -> TrainTask:
     """Return the client's task; raise `MessageError` for a value that is not allowed."""
-    return _read(TrainTask, message.content.config_records[CONFIG])
+    return _read(TrainTask, _config(message))
 
 
 def has_task(message: Message) -> bool:
     """Return whether a query has the client's task."""
-    return "server-round" in message.content.config_records[CONFIG]
+    return "server-round" in _config(message)
 
 
 def read_model(message: Message) -> tuple[Arrays, Arrays]:
     """Return the trainable arrays and the buffers of a message."""
-    records = message.content.array_records
-    return to_arrays(records[ARRAYS]), to_arrays(records[BUFFERS])
+    return _arrays(message, ARRAYS), _arrays(message, BUFFERS)
 
 
 def read_extra(message: Message) -> Arrays:
     """Return the extra arrays that the strategy sent with the model."""
-    return to_arrays(message.content.array_records[EXTRA])
+    return _arrays(message, EXTRA)
 
 
 def has_generator(message: Message) -> bool:
     """Return whether a train message holds the weights of a generator."""
-    return _GENERATOR in message.content.array_records
+    return _GENERATOR in message.content
 
 
 def read_generator(message: Message, expected: Arrays) -> Arrays:
     """Return the weights of the generator; raise `MessageError` unless they match ``expected``."""
-    return _validated(message.content.array_records[_GENERATOR], expected)
+    return _validated(cast(ArrayRecord, message.content[_GENERATOR]), expected)
 
 
 def train_reply(
@@ -358,7 +368,7 @@ def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord, task: 
 
 def read_trained(message: Message) -> str:
     """Return what the model of a train or evaluate message is: a classifier or a generator."""
-    return str(_TASK.read(message.content.config_records[CONFIG]))
+    return str(_TASK.read(_config(message)))
 
 
 def evaluate_reply(message: Message, report: EvaluateReport) -> Message:
