@@ -53,6 +53,8 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     registry.manager.discover_new_nodes()
     # Not by `refused`, which a resumed run does not know.
     asked = [client for client in sorted(registry.nodes) if registry.shares.get(client) != EMPTY_SHARE]
+    if not asked:
+        return None
     purchase = _Purchase(training, policy, state, asked)
     purchase.evaluate()
     if due <= 0:
