@@ -338,12 +338,13 @@ def test_rejected_client_buys_nothing_after_a_resume(tmp_path: Path) -> None:
     assert [sorted(item["clients"]) for item in bought_in(made.run).values()] == [["0", "2"]] * 2
 
 
-def test_all_clients_rejected_train_without_images(tmp_path: Path) -> None:
+def test_all_clients_rejected_keep_their_first_parts(tmp_path: Path) -> None:
     config = config_of(tmp_path, participation=1.0, policy="adaptive-disagreement")
     made = federation(config, app_that(lambda *_: False, []))
     made.clients.shares.update(dict.fromkeys(range(3), EMPTY_SHARE))
     made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
-    assert not bought_in(made.run) and made.run.rounds()[-1]["generated"] == 0
+    first = allocate(planned_counts(config, 3), "fedeas", beta=3.0).sum()
+    assert not bought_in(made.run) and [record["generated"] for record in made.run.rounds()] == [first] * 4
 
 
 def test_part_that_could_not_be_bought_is_bought_before_the_next_round(tmp_path: Path) -> None:
