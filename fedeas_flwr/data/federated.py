@@ -53,6 +53,10 @@ class FederatedData:
             return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
         return self.images_at(np.concatenate(self.partition.test))
 
+    def test_sizes(self) -> list[int]:
+        """Return how many images of each client the server's test set has, in its order; under ``clean``, nothing."""
+        return [] if self.protocol == "clean" else [len(indices) for indices in self.partition.test]
+
     def counts(self) -> Labels:
         """Return the label counts of all clients, [K, C]; only a simulation knows them."""
         return self.partition.counts(self._labels(), self.num_classes)

@@ -30,7 +30,7 @@ from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import EnginePool, build_network, common_inputs, local_training_config
 from fedeas_flwr.training.engine import State, TrainResult, copy_state
-from fedeas_flwr.training.evaluation import Evaluate, Evaluator, central_test, evaluate_each
+from fedeas_flwr.training.evaluation import Evaluate, Evaluator, central_test, client_scores, evaluate_each
 from fedeas_flwr.training.models import Normaliser, split_state
 
 
@@ -135,14 +135,10 @@ class Classifier:
     def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
         """Return accuracies over all images and over clients, and the loss."""
         examples = sum(report.examples for report in reports)
-        accuracies = {report.client: report.correct / report.examples for report in reports}
-        worst = min(accuracies, key=lambda client: accuracies[client])
         return {
             "accuracy": sum(report.correct for report in reports) / examples,
-            "mean_client_accuracy": sum(accuracies.values()) / len(accuracies),
-            "worst_client_accuracy": accuracies[worst],
-            "worst_client": worst,
             "loss": sum(report.loss * report.examples for report in reports) / examples,
+            **client_scores({report.client: (report.correct, report.examples) for report in reports}),
         }
 
     def finish(self, config: RunConfig, run: RunDirectory) -> None:

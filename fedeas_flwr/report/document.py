@@ -50,7 +50,7 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
         _accuracy(groups),
         _cost(groups),
         *_classes(groups),
-        _worst_client(groups),
+        _worst_tenth(groups),
         allocation_section(groups),
         purchase_section(groups),
         sample_section(groups),
@@ -210,17 +210,16 @@ def class_names(group: Group) -> Sequence[str]:
     return names if len(names) == len(group.per_class) else [str(label) for label in range(len(group.per_class))]
 
 
-def _worst_client(groups: Sequence[Group]) -> Section | None:
-    known = [group for group in groups if group.worst_client]
+def _worst_tenth(groups: Sequence[Group]) -> Section | None:
+    known = [group for group in groups if group.worst_tenth]
     if not known:
         return None
-    caption, label = "Accuracy of the worst client of each round on its own test images.", "worst client's accuracy (%)"
-    rows = [[group.name, group.worst_client.show(100)] for group in known if group.worst_client]
+    caption = "Accuracy of the tenth of clients with the lowest accuracy in a round, on their own test images."
+    rows = [[group.name, group.worst_tenth.show(100)] for group in known if group.worst_tenth]
     table = Table(("", f"{score_of(known)} %"), rows, _styles(known))
-    pictures = _picture(
-        "worst-client", caption, lambda axes: draw_measure(axes, known, "worst_client_accuracy", label, 100)
-    )
-    return Section("The worst client", (), [table], pictures)
+    measure, label = "worst_tenth_accuracy", "accuracy of the worst tenth (%)"
+    pictures = _picture("worst-tenth", caption, lambda axes: draw_measure(axes, known, measure, label, 100))
+    return Section("The worst tenth of clients", (), [table], pictures)
 
 
 def allocation_section(groups: Sequence[Group]) -> Section | None:

@@ -158,9 +158,9 @@ class Group:
         return worst, float(self.per_class[worst])
 
     @cached_property
-    def worst_client(self) -> Spread | None:
-        """Return the worst client's accuracy, mean over the last 20 rounds (``evaluation = "federated"`` only)."""
-        rows = [[record.get("worst_client_accuracy") for record in member.rounds] for member in self.members]
+    def worst_tenth(self) -> Spread | None:
+        """Return the accuracy of the worst tenth of clients, mean over the last 20 rounds (protocol ``paper`` only)."""
+        rows = [[record.get("worst_tenth_accuracy") for record in member.rounds] for member in self.members]
         return None if any(None in row for row in rows) else Spread(tuple(last_20(row) for row in rows))  # type: ignore[arg-type]
 
     def seconds(self, phase: str) -> float:

@@ -54,7 +54,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
         "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
         "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
-        "worst_client_accuracy": _spread_dict(group.worst_client),
+        "worst_tenth_accuracy": _spread_dict(group.worst_tenth),
         "seconds": {STARTUP: group.startup} | {phase: group.seconds(phase) for phase in _PHASES},
         "config": group.config.to_user_dict(),
         "environments": [member.run.environment() for member in group.members],

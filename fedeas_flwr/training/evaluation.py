@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Evaluation:
     loss: float
     correct: int
     examples: int
+    correct_by_client: list[int]
+    """Correct predictions among each client's own images; empty if the test set is not the clients'."""
 
 
 class Evaluator:
@@ -60,6 +63,8 @@ class Evaluator:
         Maps pixels to network input.
     stream
         CUDA stream for these evaluations only; without one they run eagerly on the current stream.
+    client_sizes
+        Number of each client's images, in the order of ``images``, if they are the clients' own test images.
     """
 
     def __init__(
@@ -70,13 +75,18 @@ class Evaluator:
         num_classes: int,
         normalise: Normaliser,
         stream: torch.cuda.Stream | None = None,
+        client_sizes: Sequence[int] = (),
     ) -> None:
         self._model, self._images, self._labels, self._normalise = model.eval(), images, labels, normalise
         self._state, self._stream = model.state_dict(), stream
         self._examples = torch.bincount(labels, minlength=num_classes).cpu().numpy()
-        self._correct = torch.zeros(num_classes, dtype=torch.long, device=labels.device)
+        clients = torch.arange(len(client_sizes)).repeat_interleave(torch.tensor(client_sizes, dtype=torch.long))
+        # What the correct predictions are counted by: the image's class, and then its client.
+        self._groups = [labels, clients.to(labels.device) + num_classes] if client_sizes else [labels]
+        groups = num_classes + len(client_sizes)
+        self._correct = torch.zeros(groups, dtype=torch.long, device=labels.device)
         self._loss = torch.zeros((), device=labels.device)
-        self._result = torch.zeros(num_classes + 1, dtype=torch.float64, device=labels.device)
+        self._result = torch.zeros(groups + 1, dtype=torch.float64, device=labels.device)
         self._run = self._compute if stream is None else self._capture(stream)
 
     def evaluate(self, trainable: State, buffers: State) -> Evaluation:
@@ -84,9 +94,10 @@ class Evaluator:
         with self._on_stream():
             copy_state(self._state, trainable, buffers)
             self._run()
-            *correct, loss = self._result.tolist()  # waits for the GPU
-        total, examples = int(sum(correct)), len(self._labels)
-        by_class = per_class_accuracy([int(count) for count in correct], self._examples.tolist())
+            *counts, loss = self._result.tolist()  # waits for the GPU
+        correct, classes, examples = [int(count) for count in counts], len(self._examples), len(self._labels)
+        total = sum(correct[:classes])
+        by_class = per_class_accuracy(correct[:classes], self._examples.tolist())
         return Evaluation(
             accuracy=total / max(examples, 1),
             balanced_accuracy=balanced_accuracy(by_class),
@@ -94,17 +105,21 @@ class Evaluator:
             loss=loss / max(examples, 1),
             correct=total,
             examples=examples,
+            correct_by_client=correct[classes:],
         )
 
     @torch.no_grad()
     def _compute(self) -> None:
-        """Write the correct predictions per class and the sum of the losses to `_result`."""
+        """Write the correct predictions per class and client, and the sum of the losses, to `_result`."""
         self._correct.zero_()
         self._loss.zero_()
-        for pixels, targets in zip(torch.split(self._images, BATCH), torch.split(self._labels, BATCH), strict=True):
-            logits = self._model(self._normalise(pixels))
+        batches = (torch.split(tensor, BATCH) for tensor in (self._images, *self._groups))
+        for pixels, *groups in zip(*batches, strict=True):
+            logits, targets = self._model(self._normalise(pixels)), groups[0]
             self._loss += F.cross_entropy(logits, targets, reduction="sum")
-            self._correct.scatter_add_(0, targets, (logits.argmax(dim=1) == targets).long())
+            hits = (logits.argmax(dim=1) == targets).long()
+            for group in groups:
+                self._correct.scatter_add_(0, group, hits)
         self._result[:-1].copy_(self._correct)  # one tensor for one transfer; float64 holds the counts exactly
         self._result[-1].copy_(self._loss)
 
@@ -143,12 +158,13 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     """Return a function that evaluates a model state on the global test set."""
     data = federated_data(config, clients)
     images, labels = (torch.tensor(array, device=device) for array in data.global_test())
+    sizes = data.test_sizes()
     model = build_network(config).to(device)
     if device == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
     stream = own_stream() if device == "cuda" and config.engine != "eager" else None
-    evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
+    evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream, sizes)
 
     def evaluate(trainable: State, buffers: State) -> dict[str, Any]:
         result = evaluator.evaluate(trainable, buffers)
@@ -158,9 +174,31 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
             # Six digits tell a million images apart; with all of them, these numbers would be most of a run's record.
             "per_class_accuracy": [a if a is None else round(a, 6) for a in result.per_class_accuracy],
             "loss": result.loss,
+            **client_scores(dict(enumerate(zip(result.correct_by_client, sizes, strict=True)))),
         }
 
     return evaluate
+
+
+def client_scores(counts: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
+    """Return the accuracy of clients on their own test images: the mean over clients, and that of the worst tenth.
+
+    Parameters
+    ----------
+    counts
+        Client → how many of its images are classified correctly, and how many it has. Clients without images do not
+        count; if there are no others, nothing is returned.
+    """
+    accuracies = {client: correct / images for client, (correct, images) in counts.items() if images}
+    if not accuracies:
+        return {}
+    worst = sorted(accuracies, key=lambda client: accuracies[client])
+    tenth = worst[: math.ceil(len(worst) / 10)]
+    return {
+        "mean_client_accuracy": sum(accuracies.values()) / len(accuracies),
+        "worst_tenth_accuracy": sum(accuracies[client] for client in tenth) / len(tenth),
+        "worst_client": worst[0],
+    }
 
 
 def per_class_accuracy(correct: Sequence[int], examples: Sequence[int]) -> list[float | None]:

@@ -143,12 +143,12 @@ def test_axes_stay_within_possible_values(tmp_path: Path) -> None:
     """No axis shows an accuracy over 100 % or below 0, or Γ̂ below 0, and no marker is cut in half."""
     runs = []
     for seed, (low, high) in enumerate([(0.0, 1.0), (0.9, 0.98)]):
-        more = {"per_class_accuracy": [1.0] * 9 + [low], "worst_client_accuracy": low, "gamma_hat": low / 2}
+        more = {"per_class_accuracy": [1.0] * 9 + [low], "worst_tenth_accuracy": low, "gamma_hat": low / 2}
         for policy in ("none", "fedeas"):
             run = {"extra": [more] * 2, "images": 400 * (policy == "fedeas"), "policy": policy, "seed": seed}
             runs.append(write_run(tmp_path / f"{policy}-{seed}", [low, high], **run))
     pictures = {p.name: p.figure for s in make_document(group_runs(runs)[0]).sections for p in s.pictures}
-    for name, most in (("accuracy", 100), ("cost", 100), ("classes", 100), ("worst-client", 100), ("gamma-hat", 1)):
+    for name, most in (("accuracy", 100), ("cost", 100), ("classes", 100), ("worst-tenth", 100), ("gamma-hat", 1)):
         (axes,) = pictures[name].axes
         low, high = axes.get_ylim()
         assert 0 <= low < high <= most, name

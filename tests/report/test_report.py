@@ -362,17 +362,17 @@ def test_damaged_runs_are_named_and_the_others_shown(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def test_worst_class_and_client_by_hand(tmp_path: Path) -> None:
+def test_worst_class_and_clients_by_hand(tmp_path: Path) -> None:
     per_class = [[0.9, 0.2] + [1.0] * 8, [0.5, 0.4] + [1.0] * 8]
     extra = [
-        {"per_class_accuracy": row, "worst_client_accuracy": w} for row, w in zip(per_class, (0.1, 0.3), strict=True)
+        {"per_class_accuracy": row, "worst_tenth_accuracy": w} for row, w in zip(per_class, (0.1, 0.3), strict=True)
     ]
     (group,) = grouped(write_run(tmp_path / "a", [0.8, 0.8], extra=extra))
     assert group.per_class is not None and group.per_class[:2] == pytest.approx([0.7, 0.3])
     assert group.worst_class == pytest.approx((1, 0.3))
-    assert group.worst_client is not None and group.worst_client.mean == pytest.approx(0.2)
+    assert group.worst_tenth is not None and group.worst_tenth.mean == pytest.approx(0.2)
     text = as_markdown(make_document([group]))
-    assert "| FedAvg, nothing generated | 1 | 30.0 | – | 90.0 |" in text and "## The worst client" in text
+    assert "| FedAvg, nothing generated | 1 | 30.0 | – | 90.0 |" in text and "## The worst tenth of clients" in text
 
 
 def test_class_tables_are_separate_per_dataset(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_report_states_that_shared_images_count_per_client(tmp_path: Path) -> No
 def test_mean_of_at_most_20_rounds_is_labelled_so(
     tmp_path: Path, lengths: tuple[int, int], last: bool, mean: bool
 ) -> None:
-    extra = {"per_class_accuracy": [0.5] * 10, "worst_client_accuracy": 0.5}
+    extra = {"per_class_accuracy": [0.5] * 10, "worst_tenth_accuracy": 0.5}
     runs = [
         write_run(tmp_path / policy, [0.5] * n, images=i * FEDEAS_OF_FOUR, policy=policy, beta=4.0, extra=[extra] * n)
         for i, (n, policy) in enumerate(zip(lengths, ("none", "fedeas"), strict=True))

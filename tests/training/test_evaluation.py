@@ -17,7 +17,7 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.training import evaluation
 from fedeas_flwr.training.engine import read_state
-from fedeas_flwr.training.evaluation import Evaluator
+from fedeas_flwr.training.evaluation import Evaluator, client_scores
 from fedeas_flwr.training.models import Normaliser
 
 
@@ -54,17 +54,41 @@ def test_evaluator_counts_and_loss_by_hand() -> None:
     assert evaluator.evaluate({"shift": torch.zeros(())}, {}) == found
 
 
+def test_clients_own_images_by_hand() -> None:
+    pixels = torch.tensor([0, 0, 255, 255, 255, 0], dtype=torch.uint8).view(-1, 1, 1, 1)
+    labels, normalise = torch.tensor([0, 1, 1, 1, 1, 2]), Normaliser((0.0,), (1.0,), "cpu")
+    evaluator = Evaluator(Brightness(), pixels, labels, 4, normalise, client_sizes=[3, 0, 2, 1])
+    for _ in range(2):
+        found = evaluator.evaluate({"shift": np.float32(0)}, {})
+        assert found.correct_by_client == [2, 0, 2, 0] and found.correct == 4
+    assert by_hand().evaluate({"shift": np.float32(0)}, {}).correct_by_client == []
+
+
+def test_worst_tenth_of_clients_by_hand() -> None:
+    counts = {client: (client, 10) for client in range(3, 10)} | {20: (1, 2), 21: (2, 2), 22: (1, 4), 23: (9, 9)}
+    assert client_scores(counts | {30: (0, 0)}) == {
+        "mean_client_accuracy": pytest.approx((4.2 + 0.5 + 1 + 0.25 + 1) / 11),
+        "worst_tenth_accuracy": pytest.approx((0.25 + 0.3) / 2),  # two of eleven
+        "worst_client": 22,
+    }
+    assert client_scores({5: (1, 4)})["worst_tenth_accuracy"] == 0.25
+    assert client_scores({}) == {} == client_scores({0: (0, 0)})
+
+
 def test_evaluator_counts_each_image_of_several_batches_once() -> None:
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (2 * evaluation.BATCH + 7, 8, 8, 1), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 10, len(images)))
     torch.manual_seed(0)
     model, normalise = with_batchnorm(10, (8, 8, 1)), Normaliser((0.3,), (0.4,), "cpu")
-    found = Evaluator(model, images, labels, 10, normalise).evaluate(*read_state(model))
+    sizes = [len(images) - 5, 5]
+    found = Evaluator(model, images, labels, 10, normalise, client_sizes=sizes).evaluate(*read_state(model))
     assert not model.training
     with torch.no_grad():
         logits = model(normalise(images))
-    assert found.correct == int((logits.argmax(1) == labels).sum())
+    correct = logits.argmax(1) == labels
+    assert found.correct == int(correct.sum())
+    assert found.correct_by_client == [int(part.sum()) for part in torch.split(correct, sizes)]
     assert found.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
@@ -131,13 +155,14 @@ def test_graphed_evaluation_equals_eager() -> None:
     labels, normalise = torch.from_numpy(rng.integers(0, 10, len(images))).cuda(), Normaliser((0.3,), (0.4,), "cuda")
     torch.manual_seed(0)
     states = [read_state(with_batchnorm(10, (8, 8, 1))) for _ in range(3)]
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graphed = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise, stream)
+    stream, sizes = torch.cuda.Stream(), [7, 0, len(images) - 7]  # type: ignore[no-untyped-call]
+    graphed = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise, stream, sizes)
     assert graphed._run != graphed._compute, "it was not captured"
-    plain = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise)
+    plain = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise, client_sizes=sizes)
     for trainable, buffers in [*states, states[0]]:
         one, two = graphed.evaluate(trainable, buffers), plain.evaluate(trainable, buffers)
         assert one.per_class_accuracy == two.per_class_accuracy and one.correct == two.correct
+        assert one.correct_by_client == two.correct_by_client
         assert one.loss == pytest.approx(two.loss, rel=1e-6)
 
 
