@@ -101,9 +101,7 @@ def signed(number: float | None, digits: int) -> str:
 
 def format_cell(value: Value, mark: str = "{}") -> str:
     """Write one cell of a large table: ours above, the seeds, the paper's number and the difference below."""
-    if value.mean is None and value.paper is None:
-        return NONE
-    ours = mark.format(show_ours(value)) if value.mean is not None else "missing"
+    ours = mark.format(show_ours(value)) if value.mean is not None else NONE
     difference = f", {signed(value.difference, value.digits)}" if value.difference is not None else ""
     below = [f"{len(value.seeds)} seeds"] if len(value.seeds) > 1 else []
     below += [f"paper {show_paper(value)}{difference}"] if value.paper is not None else []
@@ -113,7 +111,7 @@ def format_cell(value: Value, mark: str = "{}") -> str:
 def show_budget(budget: Budget | None, published: int | None = None) -> str:
     """Write the number of images that runs generated, with ✓ or ✗ for what they should have generated."""
     if budget is None:
-        return f"missing<br>paper {published:,}" if published is not None else NONE
+        return f"{NONE}<br>paper {published:,}" if published is not None else NONE
     found = sorted(set(budget.images))
     shown = ", ".join(f"{images:,}" for images in found)
     if budget.met:

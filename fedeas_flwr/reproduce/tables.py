@@ -186,9 +186,7 @@ def _reduction(value: Value, base: Value) -> Value:
 
 
 def _show_gamma(value: Value) -> str:
-    if value.mean is None and value.paper is None:
-        return "missing"
-    ours = "missing" if value.mean is None else f"{value.mean:.3g}"
+    ours = NONE if value.mean is None else f"{value.mean:.3g}"
     return f"{ours}<br>paper {value.paper:.3g}" if value.paper is not None else ours
 
 

@@ -49,7 +49,7 @@ def test_last_20_mean_sd_and_difference_by_hand(tmp_path: Path) -> None:
     assert row == ["FedAvg", *ours, images, "5.0"]
 
 
-def test_one_seed_has_no_sd_and_missing_cells_are_marked(tmp_path: Path) -> None:
+def test_one_seed_has_no_sd_and_missing_cells_are_dashes(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/moon", 4, TWENTY)
     record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedprox", 4, TWENTY, seconds=2.0)
     results = found_in(tmp_path)
@@ -57,9 +57,9 @@ def test_one_seed_has_no_sd_and_missing_cells_are_marked(tmp_path: Path) -> None
     rows = {row[0]: row[1:] for row in table.rows}
     main = paper.COLUMNS.index(DEFAULT_COLUMN)
     assert rows["MOON"][main] == "55.00<br>paper 43.08, +11.92"
-    assert rows["MOON"][0] == "missing<br>paper 37.08"
+    assert rows["MOON"][0] == "–<br>paper 37.08"
     assert rows["Full-Balance"][0] == "–"
-    assert rows["FedEAS total gen."][main] == "missing<br>paper 33,650"
+    assert rows["FedEAS total gen."][main] == "–<br>paper 33,650"
     assert (rows["Minutes per run"][main], rows["Minutes per run"][0]) == ("5.0 to 8.3", "–")
     assert [len(row) for row in table.rows] == [9] * 13
 
@@ -75,7 +75,7 @@ def test_beta_table_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
     assert eta == "2.431<br>paper 2.575, −0.144"  # 10 · 1000 / 4113
     assert rows["FedAvg"][1:] == ["0", "–", "–", "5.0"]
     assert minutes == "8.3"  # 200 · (2 + 0.5) / 60
-    assert rows["Uniform β = 20"][0] == "missing<br>paper 66.46"
+    assert rows["Uniform β = 20"][0] == "–<br>paper 66.46"
 
 
 def test_gamma_table_compares_equal_forms_of_gamma_hat(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_gamma_table_compares_equal_forms_of_gamma_hat(tmp_path: Path) -> None:
     assert rows[2][1] == "0.0002<br>paper 0.000142"
     assert rows[2][3] == "5e-05<br>paper 1.95e-05"
     assert rows[3][3] == "75.0<br>paper 86.3, −11.3"
-    assert rows[4][1:] == ["missing", "missing", "0.8", "missing"]
+    assert rows[4][1:] == ["–", "–", "0.8", "–"]
     (tmp_path / "c" / "summary.json").unlink()
     assert len(tables.gamma_table(found_in(tmp_path)).rows) == 4
 
@@ -270,7 +270,7 @@ def test_page_names_missing_runs_and_the_command_for_them(
         text.count(f"Missing, 1 run: {BETA_SWEEP_COLUMN}/uniform-b20 seed 1.") == 4
     )  # Fig. 5, the β table, both counts of drops
     assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
-    assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
+    assert "| Uniform β = 6.667 | –<br>paper 66.46 |" in text
 
 
 def test_html_page_is_self_contained(page: ReproducedPage) -> None:
