@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.common.npy import read_array
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
+from fedeas_flwr.generators.interface import LEFT_OUT, Generator, SampleId, batch_size
 from fedeas_flwr.runs.files import GENERATOR
 
 MANIFEST = "manifest.json"
@@ -141,7 +141,7 @@ class ImageCache:
         ----------
         about
             As given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks matches
-            the value 0.
+            the value 0, or its value in `LEFT_OUT`.
         seed
             Of the experiment.
 
@@ -150,11 +150,11 @@ class ImageCache:
         Path or None
             The folder; of several, the one used last.
         """
-        wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
+        wanted = {key: _last_part(value) for key, value in {**LEFT_OUT, **about, "seed": seed}.items()}
         fitting = []
         for path in self.root.glob(f"*/{MANIFEST}"):
             try:
-                facts, used = read_manifest(path), path.stat().st_mtime
+                facts, used = LEFT_OUT | read_manifest(path), path.stat().st_mtime
             except OSError:
                 continue
             if all(_last_part(facts[key]) == value if key in facts else not value for key, value in wanted.items()):
