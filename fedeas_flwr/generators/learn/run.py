@@ -192,6 +192,10 @@ def _first_of_each_class(dataset: Dataset, images: int) -> Dataset:
         raise ValueError(
             f"only: {images} is not allowed; give a multiple of {len(dataset.classes)}, the number of classes"
         )
+    present = np.bincount(dataset.y_train, minlength=len(dataset.classes))
+    if present.min() < each:
+        fewest = f"class {dataset.classes[present.argmin()]!r} has {present.min()}"
+        raise ValueError(f"only: {images} is not allowed; it needs {each} images of each class, and {fewest}")
     rows = np.concatenate([np.flatnonzero(dataset.y_train == label)[:each] for label in range(len(dataset.classes))])
     return replace(dataset, x_train=dataset.x_train[rows], y_train=dataset.y_train[rows])
 
