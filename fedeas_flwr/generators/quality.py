@@ -111,7 +111,7 @@ def inception_distances(train: Images, images: Images, weights: Path) -> dict[st
     except ModuleNotFoundError:
         raise ValueError("--inception needs torch-fidelity; pip install 'fedeas-flwr[quality]'") from None
     fid = FrechetInceptionDistance(network, reset_real_features=False)
-    kid = KernelInceptionDistance(network, subset_size=min(1000, len(images)))
+    kid = KernelInceptionDistance(network, subset_size=min(1000, len(images), len(train)))
     chosen = np.random.default_rng(0).permutation(len(train))[:10_000]
     for part, is_real in ((train[np.sort(chosen)], True), (images, False)):
         for start in range(0, len(part), 64):

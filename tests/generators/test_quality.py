@@ -122,7 +122,7 @@ def test_fid_and_kid_with_random_inception_weights(tmp_path: Path, monkeypatch: 
         patch.setattr(extractor, "load_state_dict", lambda *_, **__: None)
         torch.save(extractor("made", ["2048"], "nowhere").state_dict(), tmp_path / "weights.pth")
     random = np.random.default_rng(0)
-    train, other = random.integers(0, 256, (2, 6, 8, 8, 1), np.uint8)
+    train, other = (random.integers(0, 256, (number, 8, 8, 1), np.uint8) for number in (6, 8))
     found = inception_distances(train, other, tmp_path / "weights.pth")
     assert set(found) == {"fid", "kid"} and all(np.isfinite(list(found.values())))
 
