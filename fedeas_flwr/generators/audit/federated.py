@@ -35,8 +35,8 @@ def training_config(run: RunDirectory, data_dir: str = "") -> RunConfig:
 def training_images(run: RunDirectory, config: RunConfig) -> TrainingImages:
     """Return the images that the run's clients trained on, from the partition of a simulation.
 
-    Non-members are the images that clients held out, or without any the server's test set. Images of clients that
-    never trained are on neither side.
+    Non-members are the images that all clients held out, or without any the server's test set. The other images of
+    clients that never trained are on neither side.
     """
     data, trained = federated_data(config, config.clients), {c for record in run.rounds() for c in record["clients"]}
     used, held_out = [], []
