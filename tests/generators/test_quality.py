@@ -22,7 +22,7 @@ from fedeas_flwr.generators.quality import (
     frechet_distance,
     inception_distances,
     kernel_distance,
-    nearest_distance,
+    nearest_images,
     quality_report,
 )
 from fedeas_flwr.launch.progress import showing_log
@@ -49,7 +49,7 @@ def test_nearest_distance_by_hand() -> None:
     train = np.zeros((3, 2, 2, 1), np.uint8)
     train[1], train[2] = 100, 255
     images = np.array([[[[100], [100]], [[100], [100]]], [[[255], [255]], [[255], [0]]]], np.uint8)
-    assert nearest_distance(images, train).tolist() == [0.0, 1.0]
+    assert nearest_images(images, train)[1].tolist() == [0.0, 1.0]
 
 
 def test_classifier_is_accurate_and_independent_of_batch() -> None:
