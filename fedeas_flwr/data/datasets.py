@@ -43,18 +43,7 @@ _ROWS_AT_ONCE = 2**20
 class Dataset:
     """Images and labels of a dataset, memory-mapped and read-only.
 
-    Attributes
-    ----------
-    name
-        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
-    classes
-        Name of each label.
-    mean, std
-        Mean and standard deviation of each channel of the train images, on the scale 0 to 1.
-    x_train, x_test
-        uint8 ``[N, H, W, C]``.
-    y_train, y_test
-        int64 ``[N]``.
+    ``mean`` and ``std`` are those of each channel of the train images, on the scale 0 to 1.
     """
 
     name: str
@@ -68,20 +57,8 @@ class Dataset:
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """Return a dataset's class names, image shape and constants; built-in datasets are not read.
-
-    Parameters
-    ----------
-    name
-        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
-
-    Returns
-    -------
-    DatasetInfo
-    """
-    if is_own(name):
-        return _open_own(name)[0]
-    return built_in(name)
+    """Return a dataset's class names, image shape and constants; built-in datasets are not read."""
+    return _open_own(name)[0] if is_own(name) else built_in(name)
 
 
 def short_name(name: str) -> str:
@@ -101,16 +78,11 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
         Folder of CIFAR or Fashion-MNIST: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or
         the folder that torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless
         ``FEDEAS_OFFLINE`` is set. Empty: ``datasets`` in the user's cache.
-
-    Returns
-    -------
-    Dataset
     """
     if is_own(name):
         return _open_own(name)[1]
-    info, source = dataset_info(name), find_source(name, data_dir)
-    origin = source.origin
-    digest = hashlib.sha256("\0".join((_FORMAT, name, origin)).encode()).hexdigest()[:16]
+    info, source = built_in(name), find_source(name, data_dir)
+    digest = hashlib.sha256("\0".join((_FORMAT, name, source.origin)).encode()).hexdigest()[:16]
     folder = cache_root() / "data" / f"{name}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -118,7 +90,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
             arrays = _open_folder(info, folder)
         except Exception:  # missing or damaged: write it
             arrays = source.read()
-            check_arrays(info, arrays, origin)
+            check_arrays(info, arrays, source.origin)
             with atomic_folder(folder) as temporary:
                 _write_folder(temporary, folder.name, arrays, {})
             arrays = _open_folder(info, folder)
@@ -130,7 +102,7 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     where = name.removeprefix(OWN)
     if not where:  # Path("") would be the current folder
         raise ValueError("dataset = 'own:': must be own:PATH with a folder or an .npz file")
-    root = cache_root()
+    root = cache_root()  # its error is not the dataset's
     try:
         return _open_own_cached(name, root / "data" / f"own-{own_dataset.fingerprint(where)}")
     except (FileNotFoundError, ValueError) as error:

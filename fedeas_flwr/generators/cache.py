@@ -41,13 +41,7 @@ _BATCHES_PER_CHUNK = 4
 
 
 class ImageCache:
-    """Generated images on disk, shared by runs, policies and processes.
-
-    Parameters
-    ----------
-    root
-        Folder of the cache; by default ``images`` in the user's cache.
-    """
+    """Generated images on disk, shared by runs, policies and processes; by default ``images`` in the user's cache."""
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
         self.root = Path(root) if root is not None else cache_root() / "images"
@@ -135,20 +129,10 @@ class ImageCache:
         return lacking
 
     def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
-        """Find images by their manifest, without opening a generator.
+        """Return the folder of images with a manifest, of several the one used last; no generator is needed.
 
-        Parameters
-        ----------
-        about
-            As given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks matches
-            the value 0, or its value in `LEFT_OUT`.
-        seed
-            Of the experiment.
-
-        Returns
-        -------
-        Path or None
-            The folder; of several, the one used last.
+        ``about`` is as given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks
+        matches the value 0, or its value in `LEFT_OUT`.
         """
         wanted = {key: _last_part(value) for key, value in {**LEFT_OUT, **about, "seed": seed}.items()}
         fitting = []
