@@ -225,7 +225,8 @@ def _damaged_files(folder: Path) -> list[Path]:
         files = _read_about(folder)["files"]
     except ValueError:
         return [folder / "about.json"]
-    return [folder / f"{key}.npy" for key in KEYS if _file_digest(folder / f"{key}.npy") != files[key]["sha256"]]
+    paths = {key: folder / f"{key}.npy" for key in KEYS}
+    return [path for key, path in paths.items() if not path.is_file() or _file_digest(path) != files[key]["sha256"]]
 
 
 def _check_digests(folder: Path) -> None:

@@ -252,10 +252,13 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Return a shard's images, or None if it is damaged or no regular file."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
+    """Return a shard's images, or None if it is damaged, no regular file, or was removed meanwhile."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
+            return None
+        content = path.read_bytes()
+    except FileNotFoundError:
         return None
-    content = path.read_bytes()
     payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != digest:
         return None

@@ -74,7 +74,7 @@ def verify(cache: ImageCache) -> tuple[int, list[Path]]:
     Images of damaged shards are generated again when next needed.
     """
     shards = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
-    return len(shards), [path for path in shards if read_shard(path) is None]
+    return len(shards), [path for path in shards if read_shard(path) is None and os.path.lexists(path)]
 
 
 def prune(

@@ -122,7 +122,7 @@ def edit_about(path: Path) -> None:
     about.write_text(about.read_text().replace('"sha256": "', '"sha256": "0', 1))
 
 
-@pytest.mark.parametrize("damage", [damage_pixels, edit_about])
+@pytest.mark.parametrize("damage", [damage_pixels, edit_about, Path.unlink])
 def test_a_damaged_dataset_is_read_from_its_source_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
