@@ -54,6 +54,19 @@ def test_entries_are_listed_by_last_use_with_their_manifests(tmp_path: Path) -> 
     assert names(entries(cache)) == "bca", "reading did not update the last use"
 
 
+def test_an_entry_that_another_process_removes_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, size = filled(tmp_path), cache_maintenance._size
+    removed = entries(cache)[1].path
+
+    def size_after_removal(path: Path) -> int:
+        if removed in path.parents and removed.exists():
+            removed.rename(tmp_path / ".pruned-1")
+        return size(path)
+
+    monkeypatch.setattr(cache_maintenance, "_size", size_after_removal)
+    assert names(entries(cache)) == "ac"
+
+
 def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None:
     cache = filled(tmp_path)
     assert verify(cache) == (6, [])
