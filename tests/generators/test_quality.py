@@ -88,6 +88,20 @@ def test_classifier_trains_on_few_custom_images(tmp_path: Path) -> None:
     assert independent_classifier(f"own:{tmp_path / 'few.npz'}").test_accuracy > 0.9
 
 
+def test_a_damaged_classifier_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(classifier_module._EPOCHS, "small-cnn", 1)
+    digits = open_dataset("digits")
+    np.savez(tmp_path / "few.npz", x=digits.x_train[:100], y=digits.y_train[:100])
+    first = independent_classifier(f"own:{tmp_path / 'few.npz'}").predict(digits.x_test)[0]
+    (path,) = tmp_path.glob("cache/classifiers/*.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    classifier_module._independent_classifier.cache_clear()
+    again = independent_classifier(f"own:{tmp_path / 'few.npz'}").predict(digits.x_test)[0]
+    assert np.array_equal(first, again) and path.read_bytes() == whole
+
+
 def test_quality_report_separates_real_images_copies_and_noise() -> None:
     digits, classifier = open_dataset("digits"), independent_classifier("digits")
     test, labels = np.asarray(digits.x_test), np.asarray(digits.y_test)
