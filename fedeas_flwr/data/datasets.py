@@ -25,7 +25,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.checked import seal, unseal
-from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special
+from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special, sha256_of
 from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source, is_own
@@ -188,7 +188,7 @@ def _write_folder(folder: Path, owner: str, arrays: Arrays, about: Mapping[str, 
             if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
-    files = {key: {"sha256": _file_digest(folder / f"{key}.npy")} for key in KEYS}
+    files = {key: {"sha256": sha256_of(folder / f"{key}.npy")} for key in KEYS}
     _write_about(folder, owner, {**about, "files": files})
 
 
@@ -209,11 +209,6 @@ def _stamp(path: Path) -> dict[str, int]:
     return {"size": found.st_size, "time": found.st_mtime_ns, "inode": found.st_ino}
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def verify_datasets() -> tuple[int, list[Path]]:
     """Read all datasets in the cache; return their number and the files that differ from their digests."""
     folders = [path.parent for path in sorted((cache_root() / "data").glob("*/about.json"))]
@@ -226,7 +221,7 @@ def _damaged_files(folder: Path) -> list[Path]:
     except ValueError:
         return [folder / "about.json"]
     paths = {key: folder / f"{key}.npy" for key in KEYS}
-    return [path for key, path in paths.items() if not path.is_file() or _file_digest(path) != files[key]["sha256"]]
+    return [path for key, path in paths.items() if not path.is_file() or sha256_of(path) != files[key]["sha256"]]
 
 
 def _check_digests(folder: Path) -> None:

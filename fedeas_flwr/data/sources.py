@@ -171,16 +171,12 @@ def _read_digits() -> Arrays:
     return {"x_train": images[train], "y_train": labels[train], "x_test": images[test], "y_test": labels[test]}
 
 
-def _expected_shape(info: DatasetInfo, key: str) -> tuple[int, ...]:
-    count = info.num_train if key.endswith("train") else info.num_test
-    return (count, *info.image_shape) if key.startswith("x") else (count,)
-
-
 def _check_array(info: DatasetInfo, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], origin: str) -> None:
-    images = key.startswith("x")
+    images, count = key.startswith("x"), info.num_train if key.endswith("train") else info.num_test
+    needed = (count, *info.image_shape) if images else (count,)
     right_dtype = dtype == np.uint8 if images else dtype.kind in "iu"
-    if shape != _expected_shape(info, key) or not right_dtype:
-        expected = f"{'uint8' if images else 'integer'} {list(_expected_shape(info, key))}"
+    if shape != needed or not right_dtype:
+        expected = f"{'uint8' if images else 'integer'} {list(needed)}"
         raise ValueError(f"dataset {info.name}: {key} of {origin} is {dtype} {list(shape)}; it must be {expected}")
 
 

@@ -93,8 +93,7 @@ class ImageCache:
         _reject_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
         _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
-        # Position in `images` of each class's first sample.
-        starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
+        starts = np.cumsum(counts) - counts  # position in `images` of each class's first sample
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
             missing: list[int] = []

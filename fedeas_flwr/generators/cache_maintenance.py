@@ -110,9 +110,8 @@ def _remove(entry: Entry) -> bool:
     with ExitStack() as stack:
         try:
             for client in entry.path.glob("client-*.lock"):
-                if client.is_symlink():  # locking would truncate its target
-                    continue
-                stack.enter_context(FileLock(client, timeout=0))
+                if not client.is_symlink():  # locking would truncate its target
+                    stack.enter_context(FileLock(client, timeout=0))
             # Renamed in one step: a reader finds the whole entry or nothing.
             hidden = entry.path.with_name(f".pruned-{secrets.token_hex(4)}")
             os.rename(entry.path, hidden)

@@ -107,8 +107,7 @@ def train_generator(
     dataset = open_dataset(dataset_name, data_dir)
     if only:
         dataset = _first_of_each_class(dataset, only)
-    first = None if resume else start
-    trainer = Trainer(preset, dataset, seed=seed, device=device, start=first)
+    trainer = Trainer(preset, dataset, seed=seed, device=device, start=None if resume else start)
     if before:
         trainer.load(*before)
     if on_start:
