@@ -25,7 +25,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.checked import seal, unseal
-from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special
+from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special, sha256_of
 from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source, is_own
@@ -43,18 +43,7 @@ _ROWS_AT_ONCE = 2**20
 class Dataset:
     """Images and labels of a dataset, memory-mapped and read-only.
 
-    Attributes
-    ----------
-    name
-        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
-    classes
-        Name of each label.
-    mean, std
-        Mean and standard deviation of each channel of the train images, on the scale 0 to 1.
-    x_train, x_test
-        uint8 ``[N, H, W, C]``.
-    y_train, y_test
-        int64 ``[N]``.
+    ``mean`` and ``std`` are those of each channel of the train images, on the scale 0 to 1.
     """
 
     name: str
@@ -68,20 +57,8 @@ class Dataset:
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """Return a dataset's class names, image shape and constants; built-in datasets are not read.
-
-    Parameters
-    ----------
-    name
-        ``digits``, ``cifar10``, ``cifar100``, ``fashion-mnist``, ``own:PATH`` or ``hf:PATH``.
-
-    Returns
-    -------
-    DatasetInfo
-    """
-    if is_own(name):
-        return _open_own(name)[0]
-    return built_in(name)
+    """Return a dataset's class names, image shape and constants; built-in datasets are not read."""
+    return _open_own(name)[0] if is_own(name) else built_in(name)
 
 
 def short_name(name: str) -> str:
@@ -101,16 +78,11 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
         Folder of CIFAR or Fashion-MNIST: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or
         the folder that torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless
         ``FEDEAS_OFFLINE`` is set. Empty: ``datasets`` in the user's cache.
-
-    Returns
-    -------
-    Dataset
     """
     if is_own(name):
         return _open_own(name)[1]
-    info, source = dataset_info(name), find_source(name, data_dir)
-    origin = source.origin
-    digest = hashlib.sha256("\0".join((_FORMAT, name, origin)).encode()).hexdigest()[:16]
+    info, source = built_in(name), find_source(name, data_dir)
+    digest = hashlib.sha256("\0".join((_FORMAT, name, source.origin)).encode()).hexdigest()[:16]
     folder = cache_root() / "data" / f"{name}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -118,7 +90,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
             arrays = _open_folder(info, folder)
         except Exception:  # missing or damaged: write it
             arrays = source.read()
-            check_arrays(info, arrays, origin)
+            check_arrays(info, arrays, source.origin)
             with atomic_folder(folder) as temporary:
                 _write_folder(temporary, folder.name, arrays, {})
             arrays = _open_folder(info, folder)
@@ -130,7 +102,7 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     where = name.removeprefix(OWN)
     if not where:  # Path("") would be the current folder
         raise ValueError("dataset = 'own:': must be own:PATH with a folder or an .npz file")
-    root = cache_root()
+    root = cache_root()  # its error is not the dataset's
     try:
         return _open_own_cached(name, root / "data" / f"own-{own_dataset.fingerprint(where)}")
     except (FileNotFoundError, ValueError) as error:
@@ -216,7 +188,7 @@ def _write_folder(folder: Path, owner: str, arrays: Arrays, about: Mapping[str, 
             if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
-    files = {key: {"sha256": _file_digest(folder / f"{key}.npy")} for key in KEYS}
+    files = {key: {"sha256": sha256_of(folder / f"{key}.npy")} for key in KEYS}
     _write_about(folder, owner, {**about, "files": files})
 
 
@@ -237,11 +209,6 @@ def _stamp(path: Path) -> dict[str, int]:
     return {"size": found.st_size, "time": found.st_mtime_ns, "inode": found.st_ino}
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def verify_datasets() -> tuple[int, list[Path]]:
     """Read all datasets in the cache; return their number and the files that differ from their digests."""
     folders = [path.parent for path in sorted((cache_root() / "data").glob("*/about.json"))]
@@ -253,7 +220,8 @@ def _damaged_files(folder: Path) -> list[Path]:
         files = _read_about(folder)["files"]
     except ValueError:
         return [folder / "about.json"]
-    return [folder / f"{key}.npy" for key in KEYS if _file_digest(folder / f"{key}.npy") != files[key]["sha256"]]
+    paths = {key: folder / f"{key}.npy" for key in KEYS}
+    return [path for key, path in paths.items() if not path.is_file() or sha256_of(path) != files[key]["sha256"]]
 
 
 def _check_digests(folder: Path) -> None:

@@ -126,12 +126,7 @@ def local_data(config: RunConfig, node: Node) -> FederatedData:
 
 @lru_cache(maxsize=1)
 def _own_data(info: DatasetInfo, path: str, version: str, protocol: str, seed: int) -> FederatedData:
-    """Return a node's own images as the data of a single client.
-
-    Protocol ``paper`` keeps a quarter of each class for testing.
-
-    ``version`` is the fingerprint of the files at ``path``.
-    """
+    """Return a node's own images as the data of a single client; ``version`` is the fingerprint of their files."""
     height, width, channels = info.image_shape
     read = hf_dataset.read_set if hf_dataset.is_hf(path) else read_images
     found = read(path, classes=info.classes, size=(height, width), channels=channels)

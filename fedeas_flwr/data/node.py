@@ -45,33 +45,21 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True)
 class Node:
-    """One client's place in the federation.
-
-    Attributes
-    ----------
-    client
-        Client number, which seeds batches and images.
-    partitions
-        Number of parts of the run's dataset; 0: this node has its own data.
-    data_path
-        Path of its own data.
-    overrides
-        Run-config values that this machine sets itself.
-    state_dir
-        Folder of its state; empty: the default.
-    max_images
-        Largest number of images in its plan; None: no limit.
-    simulated
-        Whether it is a client of a simulation, which shares a disk with the server.
-    """
+    """One client's place in the federation, as read from its node-config."""
 
     client: int
+    """Client number, which seeds batches and images."""
     partitions: int
+    """Number of parts of the run's dataset; 0: this node has its own data."""
     data_path: str
     overrides: Mapping[str, str]
+    """Run-config values that this machine sets itself."""
     state_dir: str
+    """Folder of its state; empty: the default."""
     max_images: int | None
+    """Largest number of images in its plan; None: no limit."""
     simulated: bool
+    """Whether it is a client of a simulation, which shares a disk with the server."""
 
     @property
     def part(self) -> int:
@@ -87,14 +75,9 @@ class Node:
         return images if self.max_images is None else min(images, self.max_images)
 
     def state_folder(self, config: RunConfig, run_id: int, run: str) -> Path:
-        """Return the folder of this client's state in a run.
+        """Return the folder of this client's state in a run; a simulated client keeps it in the run's folder.
 
-        Parameters
-        ----------
-        config, run_id
-            Of the run; they name its folder, where a simulated client keeps its state.
-        run
-            Identity of the run (`RunDirectory.identity`), since ``run_id`` changes when a run is resumed.
+        ``run`` is the run's identity (`RunDirectory.identity`), since ``run_id`` changes when a run is resumed.
         """
         if self.simulated:
             return run_folder(config, run_id) / "clients" / str(self.client)
@@ -103,13 +86,7 @@ class Node:
 
 
 def read_node(node_config: Mapping[str, Any]) -> Node:
-    """Check and read a node-config.
-
-    Raises
-    ------
-    ConfigError
-        One line that names the key, the value and what is allowed.
-    """
+    """Check and read a node-config; raise `ConfigError` with the key, the value and what is allowed."""
     for key in node_config:
         if key not in (*NODE_KEYS, SIMULATED):
             listed = f"there are {', '.join(NODE_KEYS)}"

@@ -17,6 +17,7 @@ from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.npy import read_archive, read_headers
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data import own_dataset
+from fedeas_flwr.data.own_images import with_channels
 from fedeas_flwr.partition import stratified_split
 
 Arrays = dict[str, NDArray[Any]]
@@ -122,17 +123,7 @@ class Source:
 
 
 def find_source(name: str, data_dir: str = "") -> Source:
-    """Return where a dataset would be read from; nothing is read or downloaded.
-
-    Parameters
-    ----------
-    name, data_dir
-        See `open_dataset`.
-
-    Returns
-    -------
-    Source
-    """
+    """Return where `open_dataset` would read a dataset from; nothing is read or downloaded."""
     if name == "digits":
         return Source("scikit-learn", _read_digits)
     if is_own(name):
@@ -180,16 +171,12 @@ def _read_digits() -> Arrays:
     return {"x_train": images[train], "y_train": labels[train], "x_test": images[test], "y_test": labels[test]}
 
 
-def _expected_shape(info: DatasetInfo, key: str) -> tuple[int, ...]:
-    count = info.num_train if key.endswith("train") else info.num_test
-    return (count, *info.image_shape) if key.startswith("x") else (count,)
-
-
 def _check_array(info: DatasetInfo, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], origin: str) -> None:
-    images = key.startswith("x")
+    images, count = key.startswith("x"), info.num_train if key.endswith("train") else info.num_test
+    needed = (count, *info.image_shape) if images else (count,)
     right_dtype = dtype == np.uint8 if images else dtype.kind in "iu"
-    if shape != _expected_shape(info, key) or not right_dtype:
-        expected = f"{'uint8' if images else 'integer'} {list(_expected_shape(info, key))}"
+    if shape != needed or not right_dtype:
+        expected = f"{'uint8' if images else 'integer'} {list(needed)}"
         raise ValueError(f"dataset {info.name}: {key} of {origin} is {dtype} {list(shape)}; it must be {expected}")
 
 
@@ -240,14 +227,8 @@ def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arra
         why = "the download failed" if download else "torchvision's folder is incomplete or damaged"
         raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {one_line(error)}")) from error
     return {
-        "x_train": _with_channels(train.data),
+        "x_train": with_channels(np.asarray(train.data)),
         "y_train": np.asarray(train.targets, dtype=np.int64),
-        "x_test": _with_channels(test.data),
+        "x_test": with_channels(np.asarray(test.data)),
         "y_test": np.asarray(test.targets, dtype=np.int64),
     }
-
-
-def _with_channels(images: Any) -> NDArray[Any]:
-    """Return images as ``[N, H, W, C]``: torchvision's are ``[N, H, W]`` if they have one channel."""
-    array = np.asarray(images)
-    return array[..., None] if array.ndim == 3 else array

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.common.npy import read_array
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
+from fedeas_flwr.generators.interface import LEFT_OUT, Generator, SampleId, batch_size
 from fedeas_flwr.runs.files import GENERATOR
 
 MANIFEST = "manifest.json"
@@ -41,13 +41,7 @@ _BATCHES_PER_CHUNK = 4
 
 
 class ImageCache:
-    """Generated images on disk, shared by runs, policies and processes.
-
-    Parameters
-    ----------
-    root
-        Folder of the cache; by default ``images`` in the user's cache.
-    """
+    """Generated images on disk, shared by runs, policies and processes; by default ``images`` in the user's cache."""
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
         self.root = Path(root) if root is not None else cache_root() / "images"
@@ -99,8 +93,7 @@ class ImageCache:
         _reject_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
         _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
-        # Position in `images` of each class's first sample.
-        starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
+        starts = np.cumsum(counts) - counts  # position in `images` of each class's first sample
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
             missing: list[int] = []
@@ -135,26 +128,16 @@ class ImageCache:
         return lacking
 
     def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
-        """Find images by their manifest, without opening a generator.
+        """Return the folder of images with a manifest, of several the one used last; no generator is needed.
 
-        Parameters
-        ----------
-        about
-            As given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks matches
-            the value 0.
-        seed
-            Of the experiment.
-
-        Returns
-        -------
-        Path or None
-            The folder; of several, the one used last.
+        ``about`` is as given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks
+        matches the value 0, or its value in `LEFT_OUT`.
         """
-        wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
+        wanted = {key: _last_part(value) for key, value in {**LEFT_OUT, **about, "seed": seed}.items()}
         fitting = []
         for path in self.root.glob(f"*/{MANIFEST}"):
             try:
-                facts, used = read_manifest(path), path.stat().st_mtime
+                facts, used = LEFT_OUT | read_manifest(path), path.stat().st_mtime
             except OSError:
                 continue
             if all(_last_part(facts[key]) == value if key in facts else not value for key, value in wanted.items()):
@@ -268,10 +251,13 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Return a shard's images, or None if it is damaged or no regular file."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
+    """Return a shard's images, or None if it is damaged, no regular file, or was removed meanwhile."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
+            return None
+        content = path.read_bytes()
+    except FileNotFoundError:
         return None
-    content = path.read_bytes()
     payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != digest:
         return None

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,20 @@ def entries(cache: ImageCache) -> list[Entry]:
     """Return the entries of the cache, the least recently used first."""
     found = []
     for folder in sorted(cache.root.glob("*")) if cache.root.is_dir() else ():
-        if not re.fullmatch("[0-9a-f]{64}", folder.name) or folder.is_symlink():
-            continue
-        manifest = folder / MANIFEST
-        try:
-            last_used, facts = manifest.lstat().st_mtime, read_manifest(manifest)
-        except OSError:  # written by a version without manifests
-            if not folder.is_dir():  # removed meanwhile
-                continue
-            last_used, facts = folder.stat().st_mtime, {}
-        blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
-        found.append(Entry(folder.name, folder, _BLOCK * sum(blocks), _count_images(folder), last_used, facts))
+        if re.fullmatch("[0-9a-f]{64}", folder.name) and folder.is_dir() and not folder.is_symlink():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found.append(_entry(folder))
     return sorted(found, key=lambda entry: (entry.last_used, entry.key))
+
+
+def _entry(folder: Path) -> Entry:
+    manifest = folder / MANIFEST
+    try:
+        last_used, facts = manifest.lstat().st_mtime, read_manifest(manifest)
+    except OSError:  # written by a version without manifests
+        last_used, facts = folder.stat().st_mtime, {}
+    blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
+    return Entry(folder.name, folder, _BLOCK * sum(blocks), _count_images(folder), last_used, facts)
 
 
 def _size(path: Path) -> int:
@@ -74,7 +76,7 @@ def verify(cache: ImageCache) -> tuple[int, list[Path]]:
     Images of damaged shards are generated again when next needed.
     """
     shards = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
-    return len(shards), [path for path in shards if read_shard(path) is None]
+    return len(shards), [path for path in shards if read_shard(path) is None and os.path.lexists(path)]
 
 
 def prune(
@@ -108,9 +110,8 @@ def _remove(entry: Entry) -> bool:
     with ExitStack() as stack:
         try:
             for client in entry.path.glob("client-*.lock"):
-                if client.is_symlink():  # locking would truncate its target
-                    continue
-                stack.enter_context(FileLock(client, timeout=0))
+                if not client.is_symlink():  # locking would truncate its target
+                    stack.enter_context(FileLock(client, timeout=0))
             # Renamed in one step: a reader finds the whole entry or nothing.
             hidden = entry.path.with_name(f".pruned-{secrets.token_hex(4)}")
             os.rename(entry.path, hidden)

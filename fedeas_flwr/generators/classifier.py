@@ -96,6 +96,7 @@ def independent_classifier(dataset_name: str, data_dir: str = "", device: str = 
 
 @lru_cache(maxsize=1)
 def _independent_classifier(dataset_name: str, data_dir: str, origin: str, device: str) -> Classifier:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     dataset = open_dataset(dataset_name, data_dir)
@@ -106,11 +107,14 @@ def _independent_classifier(dataset_name: str, data_dir: str, origin: str, devic
     path = cache_root() / "classifiers" / f"{called}-{name}-{_VERSION}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        if not path.exists():
+        try:
+            state = load_file(path)
+        except (FileNotFoundError, SafetensorError):  # missing or damaged
             _train(Classifier(dataset, model, device, 0.0), dataset, _EPOCHS[name])
+            state = model.cpu().state_dict()
             with atomic_path(path) as temporary:
-                save_file(model.cpu().state_dict(), temporary)
-    model.load_state_dict(load_file(path))
+                save_file(state, temporary)
+    model.load_state_dict(state)
     classifier = Classifier(dataset, model, device, 0.0)
     classifier.test_accuracy = agreement(classifier, np.asarray(dataset.x_test), np.asarray(dataset.y_test))[0]
     return classifier

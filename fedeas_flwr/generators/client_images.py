@@ -47,11 +47,11 @@ class LocalImages:
 
 
 class ImagesOnGpu:
-    """Keeps the images of one run's clients on the GPU. Images of an earlier run are released."""
+    """Keeps the images of one run's clients on the GPU. Images of an earlier run or plan are released."""
 
     def __init__(self) -> None:
         self._source: tuple[RunConfig, FederatedData] | None = None
-        self._kept: dict[tuple[int, tuple[int, ...]], LocalImages] = {}
+        self._kept: dict[int, tuple[tuple[int, ...], LocalImages]] = {}
         self._lock = threading.Lock()  # clients of a process train in threads
 
     def find(
@@ -59,7 +59,10 @@ class ImagesOnGpu:
     ) -> LocalImages | None:
         """Return a client's images under a plan, or None if they are not on the GPU."""
         with self._lock:
-            return self._kept.get((client, generate)) if (config, data) == self._source else None
+            if (config, data) != self._source:
+                return None
+            plan, found = self._kept.get(client, ((), None))
+            return found if plan == generate else None
 
     def keep(
         self, config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], found: LocalImages
@@ -69,9 +72,10 @@ class ImagesOnGpu:
             if (config, data) != self._source:
                 self._source = config, data
                 self._kept.clear()
+            self._kept.pop(client, None)
             free, total = torch.cuda.mem_get_info()
             if free * _FREE_DIVISOR > total:
-                self._kept[client, generate] = found
+                self._kept[client] = generate, found
 
 
 _on_gpu = ImagesOnGpu()

@@ -132,11 +132,12 @@ class LazyGenerator:
         return generator
 
 
-def describe_generator(config: RunConfig) -> dict[str, Any]:
-    """Return the run-config's keys that describe the origin of its images.
+LEFT_OUT = {"guidance-stop": 1.0}
+"""Values that `describe_generator` leaves out: manifests of images made before these keys do not have them."""
 
-    The default of `guidance-stop` is left out, since the manifests of images made before this key do not have it.
-    """
+
+def describe_generator(config: RunConfig) -> dict[str, Any]:
+    """Return the run-config's keys that describe the origin of its images, except those in `LEFT_OUT`."""
     keys, parts = ("generator", "dataset", "sampler", "sampler-steps"), ("guidance", "generation-")
     found = {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}
-    return {k: v for k, v in found.items() if (k, v) != ("guidance-stop", 1.0)}
+    return {k: v for k, v in found.items() if (k, v) not in LEFT_OUT.items()}

@@ -58,10 +58,6 @@ def open_generator(
         ``fp32``, ``tf32``, ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Returns
-    -------
-    Generator
     """
     info, (kind, where) = dataset_info(dataset_name), GeneratorSpec.parse(spec)
     if kind == "bank":

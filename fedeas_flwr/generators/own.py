@@ -19,10 +19,7 @@ _ATTRIBUTES = ("fingerprint", "image_shape", "num_classes", "sample")
 def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, int], device: str) -> Generator:
     """Return the generator at an import path.
 
-    Raises
-    ------
-    ConfigError
-        If it cannot be opened, lacks an attribute of a generator, or is for another number of classes or image shape.
+    Raise `ConfigError` if it cannot be opened, lacks an attribute, or is for another number of classes or image shape.
     """
     build = import_object(path, "generator")
     if not callable(build):

@@ -28,7 +28,7 @@ def quality_report(
     train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
     features = [classifier.predict(part)[1] for part in (train, images, test)]
     real, generated, held_out = (part.astype(np.float64) for part in features)
-    sample_distance, test_distance = nearest_distance(images, train), nearest_distance(test, train)
+    sample_distance, test_distance = nearest_images(images, train)[1], nearest_images(test, train)[1]
     threshold = float(np.percentile(test_distance, _NEAR_COPY_PERCENTILE))
     report: dict[str, Any] = {
         **agreement_report(classifier, images, labels),
@@ -79,13 +79,8 @@ def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(within[0] + within[1] - 2 * kernel(a, b).mean())
 
 
-def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
-    """Return each image's Euclidean distance to the nearest train image, with pixels from 0 to 1."""
-    return nearest_images(images, train)[1]
-
-
 def nearest_images(images: Images, train: Images) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the position of each image's nearest train image, and its distance as in `nearest_distance`."""
+    """Return the position of each image's nearest train image, and the Euclidean distance, with pixels from 0 to 1."""
     flat = train.reshape(len(train), -1).astype(np.float32)
     squares = (flat**2).sum(axis=1)
     nearest = np.empty(len(images), dtype=np.int64)
@@ -111,7 +106,7 @@ def inception_distances(train: Images, images: Images, weights: Path) -> dict[st
     except ModuleNotFoundError:
         raise ValueError("--inception needs torch-fidelity; pip install 'fedeas-flwr[quality]'") from None
     fid = FrechetInceptionDistance(network, reset_real_features=False)
-    kid = KernelInceptionDistance(network, subset_size=min(1000, len(images)))
+    kid = KernelInceptionDistance(network, subset_size=min(1000, len(images), len(train)))
     chosen = np.random.default_rng(0).permutation(len(train))[:10_000]
     for part, is_real in ((train[np.sort(chosen)], True), (images, False)):
         for start in range(0, len(part), 64):

@@ -122,7 +122,7 @@ def edit_about(path: Path) -> None:
     about.write_text(about.read_text().replace('"sha256": "', '"sha256": "0', 1))
 
 
-@pytest.mark.parametrize("damage", [damage_pixels, edit_about])
+@pytest.mark.parametrize("damage", [damage_pixels, edit_about, Path.unlink])
 def test_a_damaged_dataset_is_read_from_its_source_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
@@ -140,13 +140,13 @@ def test_a_damaged_dataset_is_read_from_its_source_again(
 def test_an_unchanged_dataset_is_not_read_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     path, read = first_array(), []
-    monkeypatch.setattr("fedeas_flwr.data.datasets._file_digest", lambda path: read.append(path))
+    monkeypatch.setattr("fedeas_flwr.data.datasets.sha256_of", lambda path: read.append(path))
     open_dataset("digits")
     assert not read
     path.touch()
     monkeypatch.undo()
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     open_dataset("digits")  # compares it, and notes its new time
-    monkeypatch.setattr("fedeas_flwr.data.datasets._file_digest", lambda path: read.append(path))
+    monkeypatch.setattr("fedeas_flwr.data.datasets.sha256_of", lambda path: read.append(path))
     open_dataset("digits")
     assert not read

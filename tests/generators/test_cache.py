@@ -294,3 +294,11 @@ def test_find_old_manifest_without_key_matches_zero(tmp_path: Path) -> None:
     newer = {k: v for k, v in describe_generator(parse_config({})).items() if k.startswith("guidance-")}
     assert cache.find({"generator": "fake", **newer}, 1) == found
     assert "guidance-stop" in describe_generator(parse_config({"guidance-stop": 0.5}))
+
+
+def test_find_images_without_guidance_stop_needs_its_default(tmp_path: Path) -> None:
+    """The default is not in a manifest, so images that were guided until an earlier step must not match it."""
+    cache = ImageCache(tmp_path)
+    default, early = (describe_generator(parse_config({"guidance-stop": stop})) for stop in (1.0, 0.5))
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about=early)
+    assert cache.find(default, 1) is None and cache.find(early, 1) == tmp_path / cache.key(Fake(), 1)

@@ -17,8 +17,10 @@ from test_cache import Fake
 from waiting import LONG
 
 from fedeas_flwr.common.text import parse_age, parse_bytes, show_bytes
+from fedeas_flwr.data.datasets import Images
+from fedeas_flwr.generators import cache as cache_module
 from fedeas_flwr.generators import cache_maintenance
-from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache import ImageCache, read_shard
 from fedeas_flwr.generators.cache_maintenance import cache_limit, ensure_space, entries, prune, verify
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies.registry import allocate
@@ -52,6 +54,19 @@ def test_entries_are_listed_by_last_use_with_their_manifests(tmp_path: Path) -> 
     assert names(entries(cache)) == "bca", "reading did not update the last use"
 
 
+def test_an_entry_that_another_process_removes_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, size = filled(tmp_path), cache_maintenance._size
+    removed = entries(cache)[1].path
+
+    def size_after_removal(path: Path) -> int:
+        if removed in path.parents and removed.exists():
+            removed.rename(tmp_path / ".pruned-1")
+        return size(path)
+
+    monkeypatch.setattr(cache_maintenance, "_size", size_after_removal)
+    assert names(entries(cache)) == "ac"
+
+
 def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None:
     cache = filled(tmp_path)
     assert verify(cache) == (6, [])
@@ -60,6 +75,23 @@ def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None
     content[150] ^= 1
     shard.write_bytes(content)
     assert verify(cache) == verify(cache) == (6, [shard])
+
+
+def test_verify_and_peek_skip_shards_that_another_process_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with `cache-limit` prunes while a large cache is read."""
+    cache = filled(tmp_path)
+
+    def read_after_removal(path: Path) -> Images | None:
+        if path.parts[-2] == "class-000":
+            path.unlink()
+        return read_shard(path)
+
+    for module in (cache_module, cache_maintenance):
+        monkeypatch.setattr(module, "read_shard", read_after_removal)
+    assert len(cache.peek(entries(cache)[0].path, 0, 5)) == 0
+    assert verify(cache) == (5, [])
 
 
 def test_prune_removes_least_recently_used_first(tmp_path: Path) -> None:

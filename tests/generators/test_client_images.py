@@ -44,6 +44,16 @@ def test_find_returns_only_the_images_of_that_client_and_plan(data: FederatedDat
     assert kept.find(CONFIG, data, 3, (0, 6)) is None, "its plan has changed"
 
 
+def test_images_of_a_new_plan_replace_those_of_the_old_one(data: FederatedData, free: list[int]) -> None:
+    """Under an adaptive policy, plans change during a run."""
+    kept, images = ImagesOnGpu(), some_images()
+    kept.keep(CONFIG, data, 3, (0, 5), images)
+    alive = weakref.ref(images)
+    del images
+    kept.keep(CONFIG, data, 3, (0, 6), more := some_images())
+    assert alive() is None and kept.find(CONFIG, data, 3, (0, 6)) is more
+
+
 def test_find_returns_nothing_for_reloaded_data(data: FederatedData, free: list[int]) -> None:
     kept = ImagesOnGpu()
     kept.keep(CONFIG, data, 3, (0, 5), some_images())

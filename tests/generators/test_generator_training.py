@@ -167,6 +167,13 @@ def test_training_on_few_images_stores_them(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, (tmp_path / "few").exists()) == (2, message, False)
 
 
+def test_training_on_more_images_than_a_class_has_is_rejected(tmp_path: Path) -> None:
+    smallest = int(np.bincount(open_dataset("digits").y_train).argmin())
+    message = rf"only: 2000 is not allowed; it needs 200 images of each class, and class '{smallest}' has 139"
+    with pytest.raises(ValueError, match=message):
+        train_generator("digits", tmp_path / "few", TINY, only=2000)
+
+
 def test_folder_holds_model_card_and_figures(tmp_path: Path) -> None:
     out = tmp_path / "g"
     assert train_generator("digits", out, TINY, steps=2, half=True)

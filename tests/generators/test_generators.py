@@ -280,6 +280,7 @@ def test_model_without_no_label_class_rejects_guidance(tmp_path: Path) -> None:
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
         ({"guidance_start": 0.5, "guidance_stop": 0.5}, "guidance_start: 0.5 is not allowed; give 0 or more, below"),
+        ({"guidance_stop": 1.5}, r"below guidance-stop = 1.5 \(at most 1\)"),
         ({"guidance_rescale": 1.5}, "guidance_rescale: 1.5 is not allowed; give 0 \\(none\\) to 1"),
         ({"batch_size": 0}, "batch_size: 0 is not allowed"),
         ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, dpm\+\+-logsnr, ddim"),

@@ -22,7 +22,7 @@ from fedeas_flwr.generators.quality import (
     frechet_distance,
     inception_distances,
     kernel_distance,
-    nearest_distance,
+    nearest_images,
     quality_report,
 )
 from fedeas_flwr.launch.progress import showing_log
@@ -49,7 +49,7 @@ def test_nearest_distance_by_hand() -> None:
     train = np.zeros((3, 2, 2, 1), np.uint8)
     train[1], train[2] = 100, 255
     images = np.array([[[[100], [100]], [[100], [100]]], [[[255], [255]], [[255], [0]]]], np.uint8)
-    assert nearest_distance(images, train).tolist() == [0.0, 1.0]
+    assert nearest_images(images, train)[1].tolist() == [0.0, 1.0]
 
 
 def test_classifier_is_accurate_and_independent_of_batch() -> None:
@@ -88,6 +88,20 @@ def test_classifier_trains_on_few_custom_images(tmp_path: Path) -> None:
     assert independent_classifier(f"own:{tmp_path / 'few.npz'}").test_accuracy > 0.9
 
 
+def test_a_damaged_classifier_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(classifier_module._EPOCHS, "small-cnn", 1)
+    digits = open_dataset("digits")
+    np.savez(tmp_path / "few.npz", x=digits.x_train[:100], y=digits.y_train[:100])
+    first = independent_classifier(f"own:{tmp_path / 'few.npz'}").predict(digits.x_test)[0]
+    (path,) = tmp_path.glob("cache/classifiers/*.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    classifier_module._independent_classifier.cache_clear()
+    again = independent_classifier(f"own:{tmp_path / 'few.npz'}").predict(digits.x_test)[0]
+    assert np.array_equal(first, again) and path.read_bytes() == whole
+
+
 def test_quality_report_separates_real_images_copies_and_noise() -> None:
     digits, classifier = open_dataset("digits"), independent_classifier("digits")
     test, labels = np.asarray(digits.x_test), np.asarray(digits.y_test)
@@ -122,7 +136,7 @@ def test_fid_and_kid_with_random_inception_weights(tmp_path: Path, monkeypatch: 
         patch.setattr(extractor, "load_state_dict", lambda *_, **__: None)
         torch.save(extractor("made", ["2048"], "nowhere").state_dict(), tmp_path / "weights.pth")
     random = np.random.default_rng(0)
-    train, other = random.integers(0, 256, (2, 6, 8, 8, 1), np.uint8)
+    train, other = (random.integers(0, 256, (number, 8, 8, 1), np.uint8) for number in (6, 8))
     found = inception_distances(train, other, tmp_path / "weights.pth")
     assert set(found) == {"fid", "kid"} and all(np.isfinite(list(found.values())))
 

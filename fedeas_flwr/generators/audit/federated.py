@@ -11,7 +11,7 @@ from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import Labels
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.generators.audit.neighbours import LabelledImages
-from fedeas_flwr.generators.learn.federated import split_held_out
+from fedeas_flwr.generators.learn.federated import split_held_out, trains
 from fedeas_flwr.runs.directory import RunDirectory
 
 
@@ -35,27 +35,22 @@ def training_config(run: RunDirectory, data_dir: str = "") -> RunConfig:
 def training_images(run: RunDirectory, config: RunConfig) -> TrainingImages:
     """Return the images that the run's clients trained on, from the partition of a simulation.
 
-    Non-members are the images that clients held out, or without any the server's test set. Images of clients that
-    never trained are on neither side.
+    Non-members are the images that all clients held out, or without any the server's test set. The other images of
+    clients that never trained are on neither side.
     """
     data, trained = federated_data(config, config.clients), {c for record in run.rounds() for c in record["clients"]}
     used, held_out = [], []
     for client, given in enumerate(data.partition.train):
-        own, others = split_held_out(config, client, len(given))
-        used.append(given[own] if client in trained and _trains(config, len(own)) else given[:0])
-        held_out.append(given[others])
+        own, rest = split_held_out(config, client, len(given))
+        used.append(given[own] if client in trained and trains(config, len(own)) else given[:0])
+        held_out.append(given[rest])
     ends = np.cumsum([len(rows) for rows in used])
     if not ends[-1]:
         raise ConfigError(f"{run.path}: no client has trained")
     clients = [np.arange(end - len(rows), end) for rows, end in zip(used, ends, strict=True)]
     members = LabelledImages(*data.images_at(np.concatenate(used)))
     if any(map(len, held_out)):
-        return TrainingImages(
-            members, LabelledImages(*data.images_at(np.concatenate(held_out))), "held-out images", clients
-        )
-    return TrainingImages(members, LabelledImages(*data.global_test()), "test set", clients)
-
-
-def _trains(config: RunConfig, images: int) -> bool:
-    recipe = config.generator_training
-    return images >= (recipe.batch_size if recipe.small_clients == "skip" else 1)
+        others, others_are = data.images_at(np.concatenate(held_out)), "held-out images"
+    else:
+        others, others_are = data.global_test(), "test set"
+    return TrainingImages(members, LabelledImages(*others), others_are, clients)

@@ -100,7 +100,7 @@ class Settings:
         if not 0 <= self.guided[0] < self.guided[1] <= 1:
             start, stop = self.guided
             raise ValueError(
-                f"guidance_start: {start:g} is not allowed; give 0 or more, below guidance-stop = {stop:g}"
+                f"guidance_start: {start:g} is not allowed; give 0 or more, below guidance-stop = {stop:g} (at most 1)"
             )
         if not 0 <= self.guidance_rescale <= 1:
             raise ValueError(f"guidance_rescale: {self.guidance_rescale} is not allowed; give 0 (none) to 1")

@@ -133,9 +133,7 @@ def build_scheduler(preset: Preset) -> Any:
     from diffusers import DDIMScheduler
 
     scheduler: Any = DDIMScheduler
-    return scheduler(
-        num_train_timesteps=TIMESTEPS, beta_schedule=preset.beta_schedule, prediction_type=preset.prediction
-    )
+    return scheduler(num_train_timesteps=TIMESTEPS, **preset.schedule)
 
 
 def build_unet(preset: Preset, classes: Sequence[str], image_shape: Sequence[int]) -> Any:

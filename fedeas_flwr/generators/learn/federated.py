@@ -97,9 +97,8 @@ def initial_state(config: RunConfig) -> tuple[Arrays, Arrays]:
     """Return the initial weights, and those of Adam's moments that are averaged, which are 0; each as one array."""
     unet, preset = initial_unet(config), federated_preset(config)
     if start := config.generator_training.start:
-        schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
         key = "generator-training.start"
-        init_from_pretrained(unet, expanded(start, key), schedule, key)
+        init_from_pretrained(unet, expanded(start, key), preset.schedule, key)
     weights = _flat(list(unet.parameters())).numpy()
     sent = AVERAGED[config.generator_training.average_moments]
     return {WEIGHTS: weights}, {moment: np.zeros_like(weights) for moment in sent}
@@ -110,6 +109,12 @@ def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels
     order = stream(config.seed, "held-out", client).permutation(samples)
     held_out = round(config.generator_training.held_out * samples)
     return np.sort(order[held_out:]), order[:held_out]
+
+
+def trains(config: RunConfig, images: int) -> bool:
+    """Return whether a client with so many images that are not held out trains; see `small-clients`."""
+    recipe = config.generator_training
+    return images >= (recipe.batch_size if recipe.small_clients == "skip" else 1)
 
 
 class LocalDenoiser:
@@ -159,11 +164,11 @@ class LocalDenoiser:
     ) -> tuple[TrainResult, State, State]:
         """Take a client's steps of round ``number`` on uint8 images [N, H, W, C]; return weights and moments after it.
 
-        A client without images, or with fewer than a batch if `small-clients` is skip, returns what it received.
+        A client that does not train (`trains`) returns what it received.
         """
         recipe = self._config.generator_training
         own = torch.from_numpy(split_held_out(self._config, client, len(labels))[0]).to(self._device)
-        if len(own) < (recipe.batch_size if recipe.small_clients == "skip" else 1):
+        if not trains(self._config, len(own)):
             return TrainResult(0.0, 0), trainable, buffers
         first = (number - 1) * recipe.local_steps
         with on_stream(self._stream):
@@ -290,23 +295,24 @@ license: {licence}
 library_name: diffusers
 tags: [image-generation, class-conditional, federated, {dataset}]
 ---
-# {dataset}, {height}×{width}, class-conditional diffusion, trained by a federation
+# {dataset}, {info.image_shape[0]}×{info.image_shape[1]}, class-conditional diffusion, trained by a federation
 
-Made by FedEAS on Flower with preset `{preset}`: {clients} clients, {rounds} rounds, {participation:.0%} of the clients
-per round, {steps} local steps of {batch} images per client and round; {seen:,} images in all.
+Made by FedEAS on Flower with preset `{preset.name}`: {config.clients} clients, {rounds} rounds,
+{config.participation:.0%} of the clients per round, {recipe.local_steps} local steps of {recipe.batch_size} images per
+client and round; {seen:,} images in all.
 
-- **Data**: each client's own images of {dataset}, {split}; {held_out:.0%} of them were held out.
+- **Data**: each client's own images of {dataset}, {split}; {recipe.held_out:.0%} of them were held out.
   No image left a client.
 - **Data's licence**: {licence_text} A model may reproduce images that it was trained on.
 - **What left the clients**: after each of its rounds, a client sent its weights{moments}, {sent:.1f} MB in
   all, its number of images, its mean training loss, its number of steps and its times{evaluated}. {dp}
-- **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}; the moving average of the
-  server's weights (decay {ema:g} per round) in float32. Class {no_label} is "no label", for guidance; labels were
-  dropped {dropout:.0%} of the time.
+- **Model**: UNet2DModel, {parameters:.1f} M parameters, {preset.prediction}, schedule {preset.beta_schedule}; the
+  moving average of the server's weights (decay {recipe.ema_decay:g} per round) in float32. Class {no_label} is "no
+  label", for guidance; labels were dropped {preset.label_dropout:.0%} of the time.
 - **Initial weights**: {start}.
 - **Loss on images not trained on**: {loss}.
 - **Software**: torch {torch}, diffusers {diffusers} on the server.
-- **Seed**: {seed}.
+- **Seed**: {config.seed}.
 """
 
 
@@ -337,34 +343,25 @@ def write_generator(
     split, licence, licence_text = describe_data(config.dataset)
     parameters = sum(value.numel() for value in unet.parameters())
     card = _CARD.format(
+        config=config,
+        recipe=recipe,
+        preset=preset,
+        info=info,
         dataset=short_name(config.dataset),
         split="train and test images together" if config.protocol == "paper" else f"train images (split: {split})",
         licence=licence,
         licence_text=licence_text,
         sent=parameters * 4 * (1 + len(AVERAGED[recipe.average_moments])) / 1e6,
         evaluated=", and for evaluations its held-out loss" if config.evaluation == "federated" else "",
-        height=info.image_shape[0],
-        width=info.image_shape[1],
-        preset=preset.name,
-        clients=config.clients,
         rounds=len(rounds),
-        participation=config.participation,
-        steps=recipe.local_steps,
-        batch=recipe.batch_size,
         seen=sum(record["steps"] for record in rounds) * recipe.batch_size,
-        held_out=recipe.held_out,
         moments=_SENT[recipe.average_moments],
         dp=privacy or "They had no differential privacy.",
         parameters=parameters / 1e6,
-        prediction=preset.prediction,
-        schedule=preset.beta_schedule,
-        ema=recipe.ema_decay,
         no_label=len(info.classes),
-        dropout=preset.label_dropout,
         loss="not evaluated" if final_loss is None else f"{final_loss:.5f} ({config.evaluation} evaluation)",
         torch=version("torch"),
         diffusers=version("diffusers"),
-        seed=config.seed,
         start=f"`{Path(recipe.start).name}`" if recipe.start else "random",
     )
     atomic_write(folder / "README.md", card.encode())

@@ -37,6 +37,11 @@ class Preset:
     """Number of threads if the weights must not depend on the process: it changes the last bits. None: any number."""
 
     @property
+    def schedule(self) -> dict[str, str]:
+        """The prediction and the noise schedule, as arguments of diffusers' schedulers."""
+        return {"prediction_type": self.prediction, "beta_schedule": self.beta_schedule}
+
+    @property
     def multiple(self) -> int:
         """Divisor of an image's sides: every block of the network but the last halves them."""
         return int(2 ** (len(self.unet["block_out_channels"]) - 1))

@@ -54,14 +54,15 @@ tags: [image-generation, class-conditional, {dataset}]
 ---
 # {dataset}, {height}×{width}, class-conditional diffusion
 
-Made by FedEAS on Flower with preset `{preset}`: {steps:,} steps of {batch} images, {seen:,} images in all,
-{seconds:.0f} s.
+Made by FedEAS on Flower with preset `{preset.name}`: {state.step:,} steps of {preset.batch} images, {seen:,} images in
+all, {state.seconds:.0f} s.
 
 - **Data**: the {num_train:,} train images of {dataset} ({split}). No test set was seen: it was not
   trained on the {num_test:,} test images.
 - **Data's licence**: {licence_text}
-- **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}, EMA weights in {precision}.
-  Class {no_label} is "no label", for guidance; labels were dropped {dropout:.0%} of the time.
+- **Model**: UNet2DModel, {parameters:.1f} M parameters, {preset.prediction}, schedule {preset.beta_schedule}, EMA
+  weights in {precision}. Class {no_label} is "no label", for guidance; labels were dropped {preset.label_dropout:.0%}
+  of the time.
 {start}{verdict}- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
 - **Seed**: {seed}.
 """
@@ -106,8 +107,7 @@ def train_generator(
     dataset = open_dataset(dataset_name, data_dir)
     if only:
         dataset = _first_of_each_class(dataset, only)
-    first = None if resume else start
-    trainer = Trainer(preset, dataset, seed=seed, device=device, start=first)
+    trainer = Trainer(preset, dataset, seed=seed, device=device, start=None if resume else start)
     if before:
         trainer.load(*before)
     if on_start:
@@ -152,30 +152,25 @@ def save_model(
         unet.save_pretrained(temporary, safe_serialization=True)
     with atomic_folder(folder / "scheduler") as temporary:
         trainer.scheduler.save_pretrained(temporary)
-    preset, (split, licence, licence_text) = trainer.preset, describe_data(dataset.name)
+    preset, state, (split, licence, licence_text) = trainer.preset, trainer.state, describe_data(dataset.name)
     if len(dataset.y_train) < dataset_info(dataset.name).num_train:
         split += "; only the first of each class"
     card = _CARD.format(
+        preset=preset,
+        state=state,
         split=split,
         licence=licence,
         licence_text=licence_text,
         dataset=short_name(dataset.name),
         height=dataset.x_train.shape[1],
         width=dataset.x_train.shape[2],
-        preset=preset.name,
-        steps=trainer.state.step,
-        batch=preset.batch,
-        seen=trainer.state.step * preset.batch,
-        seconds=trainer.state.seconds,
+        seen=state.step * preset.batch,
         num_train=len(dataset.y_train),
         num_test=len(dataset.y_test),
         parameters=parameters / 1e6,
-        prediction=preset.prediction,
-        schedule=preset.beta_schedule,
         precision="float16" if half else "float32",
         no_label=len(dataset.classes),
-        dropout=preset.label_dropout,
-        start=_PRETRAINED.format(start=trainer.state.start) if trainer.state.start else "",
+        start=_PRETRAINED.format(start=state.start) if state.start else "",
         verdict=f"- **Verdict**: {verdict.text}.\n" if verdict else "",
         hardware=_hardware(trainer.device),
         torch=version("torch"),
@@ -192,6 +187,10 @@ def _first_of_each_class(dataset: Dataset, images: int) -> Dataset:
         raise ValueError(
             f"only: {images} is not allowed; give a multiple of {len(dataset.classes)}, the number of classes"
         )
+    present = np.bincount(dataset.y_train, minlength=len(dataset.classes))
+    if present.min() < each:
+        fewest = f"class {dataset.classes[present.argmin()]!r} has {present.min()}"
+        raise ValueError(f"only: {images} is not allowed; it needs {each} images of each class, and {fewest}")
     rows = np.concatenate([np.flatnonzero(dataset.y_train == label)[:each] for label in range(len(dataset.classes))])
     return replace(dataset, x_train=dataset.x_train[rows], y_train=dataset.y_train[rows])
 

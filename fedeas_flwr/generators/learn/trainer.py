@@ -86,8 +86,7 @@ class Trainer:
             torch.manual_seed(step_seed(seed, 0))
             self.unet = build_unet(preset, dataset.classes, dataset.x_train.shape[1:])
         if start is not None:
-            schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
-            self.state.start = init_from_pretrained(self.unet, start, schedule)
+            self.state.start = init_from_pretrained(self.unet, start, preset.schedule)
         self.unet.to(self.device).train()
         if self.device.type == "cuda":
             try_to_fuse(self.unet)

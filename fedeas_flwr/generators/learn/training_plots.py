@@ -41,7 +41,7 @@ def draw_samples(
     samples = [SampleId(0, 0, label, index) for label in classes for index in range(columns)]
     denoiser = Denoiser(
         unet,
-        {"beta_schedule": preset.beta_schedule, "prediction_type": preset.prediction},
+        preset.schedule,
         sampler="dpm++",
         steps=SAMPLER_STEPS["dpm++"],
         precision="tf32" if unet.device.type == "cuda" else "fp32",
