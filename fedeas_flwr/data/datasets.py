@@ -43,7 +43,8 @@ _ROWS_AT_ONCE = 2**20
 class Dataset:
     """Images and labels of a dataset, memory-mapped and read-only.
 
-    ``mean`` and ``std`` are those of each channel of the train images, on the scale 0 to 1.
+    Images are uint8 ``[N, H, W, C]``, labels int64 ``[N]``. ``mean`` and ``std`` are those of each channel of the train
+    images, on the scale 0 to 1.
     """
 
     name: str
