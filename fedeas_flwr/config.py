@@ -619,11 +619,12 @@ _SHARED_KEYS = (
 
 TABLES: dict[str, type[BaseModel]] = {"generator-training": GeneratorTraining}
 """Nested tables of the run-config. Their keys are written ``table.key``, as Flower passes them."""
-KEYS: tuple[str, ...] = (
-    *(key for name in RunConfig.model_fields if (key := _key(name)) not in TABLES),
-    *(f"{table}.{_key(name)}" for table, model in TABLES.items() for name in model.model_fields),
-)
-TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items() if field.annotation is str)
+_FIELDS = {
+    **{key: field for name, field in RunConfig.model_fields.items() if (key := _key(name)) not in TABLES},
+    **{f"{table}.{_key(name)}": field for table, model in TABLES.items() for name, field in model.model_fields.items()},
+}
+KEYS: tuple[str, ...] = (*_FIELDS,)
+TEXT_KEYS = frozenset(key for key, field in _FIELDS.items() if field.annotation is str)
 """Keys whose value may be any text, even one that looks like a number or a date."""
 
 
