@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_SIZES = {"": 1, **_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LINE = 600
 """Maximum number of characters of an error in a log, in a record and on the terminal."""
 MAX_TEXT = 20_000
@@ -51,8 +52,8 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 
 def show_bytes(number: int) -> str:
     """Return a number of bytes as readable text."""
-    unit = next((unit for unit in ("B", "KB", "MB", "GB") if number < 1000 * _SIZES[unit]), "TB")
-    return f"{number / _SIZES[unit]:.3g} {unit}"
+    unit = next((unit for unit, size in _UNITS.items() if number < 999.5 * size), "PB")  # 999.5 would print as 1e+03
+    return f"{number / _UNITS[unit]:.3g} {unit}"
 
 
 def show_seconds(seconds: float) -> str:
