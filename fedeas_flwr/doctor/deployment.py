@@ -99,21 +99,21 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     except (ValueError, TypeError, InvalidSignature) as error:
         yield problem("certificate", f"server.crt, server.key and ca.crt do not fit together: {error}", renew)
         return
-    if server.public_key() != key.public_key():
-        yield problem("certificate", "server.key is not the key of server.crt", renew)
-    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    if left < datetime.timedelta():
-        yield problem("certificate", f"expired on {server.not_valid_after_utc:%Y-%m-%d}", renew)
-    elif left < _SOON:
-        yield note("certificate", f"expires on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    until = server.not_valid_after_utc
+    left = until - datetime.datetime.now(datetime.UTC)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
-    if lacking := [host for host in hosts if host not in covered]:
-        yield problem(
-            "certificate", f"it is not valid for '{lacking[0]}', only for {', '.join(sorted(covered))}", renew
-        )
+    valid_for = ", ".join(sorted(covered))
+    if server.public_key() != key.public_key():
+        yield problem("certificate", "server.key is not the key of server.crt", renew)
+    elif left < datetime.timedelta():
+        yield problem("certificate", f"expired on {until:%Y-%m-%d}", renew)
+    elif lacking := [host for host in hosts if host not in covered]:
+        yield problem("certificate", f"it is not valid for '{lacking[0]}', only for {valid_for}", renew)
     else:
-        yield ok("certificate", f"valid for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
+        if left < _SOON:
+            yield note("certificate", f"expires on {until:%Y-%m-%d}", renew)
+        yield ok("certificate", f"valid for {valid_for}, until {until:%Y-%m-%d}")
 
 
 def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
