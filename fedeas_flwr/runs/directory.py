@@ -202,12 +202,12 @@ class RunDirectory(RunStatus):
         """Return the content of config.json; without a digest, only if it is not ``to_resume`` the run."""
         found: dict[str, Any] = self.read_json("config.json")
         try:
-            return unseal(found, self._owner()) if to_resume or is_sealed(found) else found
+            return unseal(found, self.owner()) if to_resume or is_sealed(found) else found
         except ValueError as error:
             reason = f"{self.path / 'config.json'} cannot be used: {error}"
             raise RunError(f"{reason}; restore it, or start a new run") from None
 
-    def _owner(self) -> str:
+    def owner(self) -> str:
         """Return the run's identity; empty for an exported record, which has none and no digests either."""
         return self.identity() if (self.path / "identity").exists() else ""
 
@@ -227,7 +227,7 @@ class RunDirectory(RunStatus):
     def _recorded(self, offset: int = 0) -> RoundLog:
         path = self.path / "rounds.jsonl"
         with read_errors_as_run_error(path):
-            return read_records(path, self._owner(), offset) if path.exists() else RoundLog()
+            return read_records(path, self.owner(), offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Append the record of a finished round."""
@@ -294,7 +294,7 @@ class RunDirectory(RunStatus):
         if not path.exists() and not before.exists():
             return None
         try:
-            return read_checkpoint(path, self.identity())
+            return read_checkpoint(path, self.owner())
         except ValueError as error:
             previous = self.load_previous_checkpoint()
             advice = "start a new run"
@@ -307,7 +307,7 @@ class RunDirectory(RunStatus):
     def load_previous_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint before the last one, or ``None`` if there is none that can be read."""
         try:
-            return read_checkpoint(self.path / PREVIOUS_CHECKPOINT, self.identity())
+            return read_checkpoint(self.path / PREVIOUS_CHECKPOINT, self.owner())
         except ValueError:
             return None
 
