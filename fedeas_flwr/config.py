@@ -91,32 +91,15 @@ SMALL_BATCH = 8
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """Default number of steps of each deterministic sampler: DPM-Solver++ (Lu et al., 2022), and DDIM with η = 0 (Song et
 al., 2021) with the paper's 250 steps."""
-KEYS_CHANGEABLE_ON_RESUME = (
-    "run-dir",
-    "resume",
-    "backend",
-    "actors",
-    "gpu-share",
-    "ray-address",
-    "mps",
-    "cache-limit",
-    "device",
-    "node-wait",
-    "round-timeout",
-    "failed-rounds",
-    "max-examples",
-    "data-change",
-    "restarts",
-    "checkpoint-every",
-    "callbacks",
-)
-"""Keys that may change when a run is resumed. None of them changes what a client computes on the same
-hardware. `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change which clients are
-averaged, and `callbacks` which round is the last."""
-
-
 LAUNCHER_KEYS = ("cache-limit", "backend", "actors", "ray-address", "restarts", "mps", "gpu-share")
 """Keys that the launcher of `fedeas run` reads. They have no effect under plain `flwr run`."""
+KEYS_CHANGEABLE_ON_RESUME = (
+    *LAUNCHER_KEYS,
+    *("run-dir", "resume", "device", "checkpoint-every", "callbacks"),
+    *("round-timeout", "node-wait", "failed-rounds", "max-examples", "data-change"),
+)
+"""Keys that may change when a run is resumed. None of them changes what a client computes on the same hardware. The
+last five can change which clients are averaged, and `callbacks` which round is the last."""
 
 
 def _key(name: str) -> str:

@@ -43,14 +43,7 @@ def quickstart_command(
 
 def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
     """Return the config of one of the four runs: the defaults, with ten clients."""
-    return parse_config(
-        {
-            **QUICKSTART,
-            "policy": policy,
-            "backend": backend,
-            "run-dir": str(folder / policy),
-        }
-    )
+    return parse_config({**QUICKSTART, "policy": policy, "backend": backend, "run-dir": str(folder / policy)})
 
 
 def quickstart(folder: Path, console: Console) -> None:

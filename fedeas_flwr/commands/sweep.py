@@ -48,14 +48,14 @@ def sweep(
     ] = "table",
 ) -> None:
     """Run every combination of the grid's values; run the same command again to finish the remaining runs."""
-    swept = parse_grid(grid or [])
-    for key, value in parse_overrides(overrides or []).items():
+    swept, given = parse_grid(grid or []), parse_overrides(overrides or [])
+    for key, value in given.items():
         if key in swept:
             raise ConfigError(f"{key} = {value!r}: remove the key, since --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     sweep = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in sweep.cells:
-        refuse_ignored(cell.config, {*parse_overrides(overrides or []), *sweep.grid})
+        refuse_ignored(cell.config, {*given, *sweep.grid})
     sweep.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     validate_runs(sweep, console)

@@ -58,7 +58,7 @@ class RunDirectory(RunStatus):
             pass
         checkpoint = self.load_checkpoint() if config.resume else None
         if checkpoint is not None:
-            self._rounds_at_least(checkpoint.round, f"the checkpoint is of round {checkpoint.round}")
+            self._rounds_until(checkpoint.round)
 
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
@@ -239,14 +239,15 @@ class RunDirectory(RunStatus):
 
     def truncate_rounds(self, count: int) -> None:
         """Remove all records after the first ``count``, since a resumed run repeats the rounds after its checkpoint."""
-        found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
-        lines = "".join(json.dumps(seal(record, self.identity())) + "\n" for record in found)
+        kept = self._rounds_until(count)
+        lines = "".join(json.dumps(seal(record, self.identity())) + "\n" for record in kept)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
-    def _rounds_at_least(self, count: int, why: str) -> list[dict[str, Any]]:
+    def _rounds_until(self, checkpoint: int) -> list[dict[str, Any]]:
+        """Return the rounds up to that of the checkpoint; raise `RunError` if one is missing."""
         found = self._recorded()
-        self._refuse_fewer(found, count, why)
-        return found.records
+        self._refuse_fewer(found, checkpoint, f"the checkpoint is of round {checkpoint}")
+        return found.records[:checkpoint]
 
     def _refuse_fewer(self, found: RoundLog, count: int, why: str) -> None:
         if len(found.records) < count:
