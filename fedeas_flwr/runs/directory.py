@@ -286,10 +286,7 @@ class RunDirectory(RunStatus):
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the last checkpoint, or ``None`` if there is none yet.
 
-        Raises
-        ------
-        RunError
-            If it is damaged; the error names the round of the checkpoint before it, from which the run can be resumed.
+        If it is damaged, `RunError` names the round of the checkpoint before it, from which the run can be resumed.
         """
         path, before = self.path / CHECKPOINT, self.path / PREVIOUS_CHECKPOINT
         if not path.exists() and not before.exists():
