@@ -116,8 +116,8 @@ def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, 
 def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None) -> dict[str, NDArray[Any]]:
     """Return the arrays ``keys`` of an ``.npz`` file.
 
-    Raise `ValueError` if it is damaged, lacks a key, holds pickles, or would unpack to more than ``most_bytes`` or to far
-    more bytes than images do.
+    Raise `ValueError` if it is damaged, lacks a key, holds pickles, or would unpack to more than ``most_bytes`` or to
+    far more bytes than images do.
     """
     claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in read_headers(path, keys).values())
     with _damage_as_value_error():
