@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console, reject_options
+from fedeas_flwr.commands.output import check_folder, console, print_line, reject_options
 from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, generator_config
@@ -93,7 +93,7 @@ def train_generator(
     def print_preset() -> None:
         if not (preset or resume) and dataset != "digits":
             text = f"preset {chosen.name}, the default on {device}; choose another with --preset"
-            console.print(text, highlight=False, soft_wrap=True)
+            print_line(console, text)
 
     verdict = train(
         dataset,
@@ -130,7 +130,7 @@ def train_generator(
         f"look at: {out / 'samples.png'}",
         f"next: {command}",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:
