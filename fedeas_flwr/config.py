@@ -385,24 +385,18 @@ class RunConfig(_Table):
             )
         return value
 
-    @field_validator("partition")
+    @field_validator("partition", "strategy")
     @classmethod
-    def _known_partition(cls, value: str) -> str:
-        if value not in PARTITIONERS and not is_import_path(value):
-            raise ValueError(f"must be {', '.join(PARTITIONERS)}, or the import path package.module:name of your own")
+    def _known_or_import_path(cls, value: str, info: ValidationInfo) -> str:
+        known = PARTITIONERS if info.field_name == "partition" else STRATEGIES
+        if value not in known and not is_import_path(value):
+            raise ValueError(f"must be {', '.join(known)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("policy")
     @classmethod
     def _runnable_policy(cls, value: str) -> str:
         check_runnable(value)
-        return value
-
-    @field_validator("strategy")
-    @classmethod
-    def _known_strategy(cls, value: str) -> str:
-        if value not in STRATEGIES and not is_import_path(value):
-            raise ValueError(f"must be {', '.join(STRATEGIES)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("learning_rate_schedule")
