@@ -137,6 +137,13 @@ def test_unwritable_folder_is_named_as_given(tmp_path: Path) -> None:
     )
 
 
+def test_unreadable_deployment_is_not_called_missing(lab: Path) -> None:
+    (lab / "deployment.toml").chmod(0)
+    with ordinary_user():
+        done = run_in_process("deploy", "register", str(lab))
+    assert (done.returncode, done.stderr) == (2, f"error: {lab}/deployment.toml: Permission denied\n")
+
+
 def test_superlink_that_does_not_answer_is_a_problem(lab: Path) -> None:
     (found,) = [finding for finding in examine(lab, RunConfig()) if finding.name == "SuperLink"]
     assert (found.state, "does not answer" in found.text) == ("problem", True)
