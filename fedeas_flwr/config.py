@@ -121,9 +121,10 @@ class _Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if isinstance(value, bool) and not is_switch:
             raise ValueError("a value of the key's type, not true or false")
-        if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
+        if is_switch and not isinstance(value, bool):
             raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
 

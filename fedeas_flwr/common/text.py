@@ -75,6 +75,12 @@ def one_line(message: object, most: int = 200) -> str:
     return _printable(text)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text as one line of at most ``most`` characters; a long text loses its end, not its middle."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def indented_lines(text: str) -> str:
     """Return a text of several lines for a log, cut to `MAX_TEXT` characters and without control characters.
 

@@ -232,8 +232,9 @@ def _model(config: RunConfig) -> Finding:
         return _builtin()
     if config.generator_spec.kind == "federated":
         folder = Path(with_folder(config).generator)
-        found = f"federated, {folder}" if is_whole(folder) else "federated: the first run with this config trains it"
-        return (ok if is_whole(folder) else note)("generator", found)
+        if is_whole(folder):
+            return ok("generator", f"federated, {folder}")
+        return note("generator", "federated: the first run with this config trains it")
     if config.generator_spec.kind == "import path":
         return ok("generator", config.generator)
     if warning := generator_warning(config):
