@@ -183,8 +183,7 @@ def export(
     """Copy a run's record (config, rounds, summary) without weights, images or local paths."""
     from fedeas_flwr.runs import listing
 
-    run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
-    listing.export(run, to.absolute())
-    print(
-        f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", replacing its earlier record" if again else "")
-    )
+    run, record = RunDirectory(folder.absolute()), RunDirectory(to.absolute())
+    again = ", replacing its earlier record" if record.is_record() else ""
+    listing.export(run, record.path)
+    print(f"exported {counted(len(run.rounds()), 'round')} → {to}{again}")

