@@ -91,32 +91,15 @@ SMALL_BATCH = 8
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """Default number of steps of each deterministic sampler: DPM-Solver++ (Lu et al., 2022), and DDIM with η = 0 (Song et
 al., 2021) with the paper's 250 steps."""
-KEYS_CHANGEABLE_ON_RESUME = (
-    "run-dir",
-    "resume",
-    "backend",
-    "actors",
-    "gpu-share",
-    "ray-address",
-    "mps",
-    "cache-limit",
-    "device",
-    "node-wait",
-    "round-timeout",
-    "failed-rounds",
-    "max-examples",
-    "data-change",
-    "restarts",
-    "checkpoint-every",
-    "callbacks",
-)
-"""Keys that may change when a run is resumed. None of them changes what a client computes on the same
-hardware. `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change which clients are
-averaged, and `callbacks` which round is the last."""
-
-
 LAUNCHER_KEYS = ("cache-limit", "backend", "actors", "ray-address", "restarts", "mps", "gpu-share")
 """Keys that the launcher of `fedeas run` reads. They have no effect under plain `flwr run`."""
+KEYS_CHANGEABLE_ON_RESUME = (
+    *LAUNCHER_KEYS,
+    *("run-dir", "resume", "device", "checkpoint-every", "callbacks"),
+    *("round-timeout", "node-wait", "failed-rounds", "max-examples", "data-change"),
+)
+"""Keys that may change when a run is resumed. None of them changes what a client computes on the same hardware. The
+last five can change which clients are averaged, and `callbacks` which round is the last."""
 
 
 def _key(name: str) -> str:
@@ -138,9 +121,10 @@ class _Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if isinstance(value, bool) and not is_switch:
             raise ValueError("a value of the key's type, not true or false")
-        if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
+        if is_switch and not isinstance(value, bool):
             raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
 
@@ -402,24 +386,18 @@ class RunConfig(_Table):
             )
         return value
 
-    @field_validator("partition")
+    @field_validator("partition", "strategy")
     @classmethod
-    def _known_partition(cls, value: str) -> str:
-        if value not in PARTITIONERS and not is_import_path(value):
-            raise ValueError(f"must be {', '.join(PARTITIONERS)}, or the import path package.module:name of your own")
+    def _known_or_import_path(cls, value: str, info: ValidationInfo) -> str:
+        known = PARTITIONERS if info.field_name == "partition" else STRATEGIES
+        if value not in known and not is_import_path(value):
+            raise ValueError(f"must be {', '.join(known)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("policy")
     @classmethod
     def _runnable_policy(cls, value: str) -> str:
         check_runnable(value)
-        return value
-
-    @field_validator("strategy")
-    @classmethod
-    def _known_strategy(cls, value: str) -> str:
-        if value not in STRATEGIES and not is_import_path(value):
-            raise ValueError(f"must be {', '.join(STRATEGIES)}, or the import path package.module:name of your own")
         return value
 
     @field_validator("learning_rate_schedule")
@@ -619,11 +597,12 @@ _SHARED_KEYS = (
 
 TABLES: dict[str, type[BaseModel]] = {"generator-training": GeneratorTraining}
 """Nested tables of the run-config. Their keys are written ``table.key``, as Flower passes them."""
-KEYS: tuple[str, ...] = (
-    *(key for name in RunConfig.model_fields if (key := _key(name)) not in TABLES),
-    *(f"{table}.{_key(name)}" for table, model in TABLES.items() for name in model.model_fields),
-)
-TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items() if field.annotation is str)
+_FIELDS = {
+    **{key: field for name, field in RunConfig.model_fields.items() if (key := _key(name)) not in TABLES},
+    **{f"{table}.{_key(name)}": field for table, model in TABLES.items() for name, field in model.model_fields.items()},
+}
+KEYS: tuple[str, ...] = (*_FIELDS,)
+TEXT_KEYS = frozenset(key for key, field in _FIELDS.items() if field.annotation is str)
 """Keys whose value may be any text, even one that looks like a number or a date."""
 
 

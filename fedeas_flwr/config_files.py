@@ -15,7 +15,7 @@ from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.config import TEXT_KEYS, RunConfig, flatten, parse_config
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run-config from a TOML file and ``key=value`` overrides; see `read_values`."""
     config = parse_config(read_values(path, overrides))
     refuse_ignored(config, parse_overrides(overrides))
@@ -42,21 +42,25 @@ def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
             )
 
 
-def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a TOML file of run-config keys and apply ``key=value`` overrides.
+def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a TOML file of run-config keys, if one is given, and apply ``key=value`` overrides.
 
     Relative paths in the file are resolved against its folder. Those of overrides are relative to the working
     directory, and a run-dir among them is resolved against it.
     """
+    given = parse_overrides(overrides)
+    run_dir = {key: given[key] for key in given.keys() & {"run-dir"}}
+    return (_read_file(path) if path else {}) | given | absolute_paths(run_dir, Path())
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits and deep nesting
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
-    given = parse_overrides(overrides)
-    run_dir = {key: given[key] for key in given.keys() & {"run-dir"}}
-    return absolute_paths(flatten(values), path.parent) | given | absolute_paths(run_dir, Path())
+    return absolute_paths(flatten(values), path.parent)
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -80,7 +84,9 @@ _PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "run-dir": ("", ()),
     "generator-training.start": ("", ()),
 }
-"""Keys whose values are paths → what precedes the path, and values that are no path. `GeneratorSpec` has another."""
+"""Keys whose values are paths → what precedes the path, and values that are no path.
+
+`HfSpec` and `GeneratorSpec` resolve the paths of `hf:` datasets and of generators."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for word in overrides:
         key, equals, text = (part.strip() for part in word.partition("="))
         if not equals or not key:
-            raise ConfigError(f"'{word}' is not key=value")
+            raise ConfigError(f"'{word}' is not key=value, such as beta=6")
         values[key] = text
         with suppress(ValueError, RecursionError):
             found = tomllib.loads(f"v = {text}")

@@ -75,19 +75,9 @@ _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule",
 """Setting of a policy → its key."""
 _GUIDANCE_KEYS = ("guidance-start", "guidance-stop", "guidance-rescale")
 """Keys without effect if there is no guidance."""
-_IMAGE_KEYS = (
-    "generator",
-    "sampler",
-    "sampler-steps",
-    "guidance",
-    *_GUIDANCE_KEYS,
-    "generation-batch",
-    "generation-precision",
-    "shared-images",
-    "min-class-agreement",
-)
 _DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", *_GUIDANCE_KEYS, "generation-precision")
 """Image keys that apply to diffusion models in a folder only."""
+_IMAGE_KEYS = ("generator", *_DIFFUSION_KEYS, "generation-batch", "shared-images", "min-class-agreement")
 GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
 STRATEGY_KEYS = {

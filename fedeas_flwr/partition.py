@@ -148,7 +148,7 @@ def dirichlet_partition(
         raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
     check_clients(clients, labels.size)
     rng = np.random.RandomState(seed)
-    by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max(initial=-1)) + 1)]
+    by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max()) + 1)]
     for tries in range(1, max_tries + 1):
         cuts = _shuffle_and_cut(rng, by_class, np.full(clients, float(alpha)))
         if progress is not None:
@@ -346,7 +346,7 @@ def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: in
     labels = _checked_labels(labels)
     rng = np.random.RandomState(seed)
     is_test = np.zeros(labels.size, dtype=bool)
-    for c in range(int(labels.max(initial=-1)) + 1):
+    for c in range(int(labels.max()) + 1):
         members = np.flatnonzero(labels == c)
         rng.shuffle(members)
         is_test[members[: round(test_fraction * members.size)]] = True

@@ -51,6 +51,7 @@ from fedeas_flwr.report.purchases import purchases_of
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.class_scores import Evaluated
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import export
 from fedeas_flwr.strategies.records import METRICS
 from fedeas_flwr.waterfill import waterfill_level
 
@@ -434,6 +435,10 @@ def test_report_shows_what_was_bought_when(tmp_path: Path) -> None:
     planned = np.sum([client_state(run, client, config.rounds).generate for client in range(3)], axis=0)
     assert found.by_class is not None and found.by_class.sum(axis=0).tolist() == planned.tolist()
     assert found.by_class.sum(axis=1).tolist()[1:] == [item["images"] for item in bought.values()]
+    export(run, tmp_path / "record")
+    files = sorted((tmp_path / "record").iterdir())
+    (of_record,) = purchases_of(group_runs([RunDirectory(tmp_path / "record")])[0])
+    assert of_record.by_class is None and sorted((tmp_path / "record").iterdir()) == files
     for path in run.path.glob("clients/*/scores-*"):
         path.unlink()
     without = purchase_section(groups)

@@ -110,9 +110,10 @@ def test_overrides_are_parsed_as_toml_if_possible() -> None:
         "alpha": 0.3,
     }
     texts = {"run-dir": "2026-10-05", "cache-limit": "5000000000", "data-dir": "2024", "model": "true", "weights": "[]"}
+    texts |= {"generator-training.start": "2024"}
     assert parse_overrides([f"{key}={text}" for key, text in texts.items()]) == texts
     assert parse_config(parse_overrides(["cache-limit=5000000000", 'data-dir="2024"'])).data_dir == "2024"
-    with pytest.raises(ConfigError, match="'beta' is not key=value"):
+    with pytest.raises(ConfigError, match="'beta' is not key=value, such as beta=6"):
         parse_overrides(["beta"])
 
 
@@ -163,6 +164,7 @@ def test_run_dir_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read_config(conf).run_dir == str(tmp_path / "conf" / "in the file")
     assert read_config(conf, ["run-dir=runs/a"]).run_dir == str(tmp_path / "runs" / "a")
     assert read_config(conf, ["run-dir="]).run_dir == ""
+    assert read_config(None, ["run-dir=runs/a"]).run_dir == str(tmp_path / "runs" / "a")
     with pytest.raises(ConfigError, match="run-dir = 'runs/a': must be an absolute path"):
         parse_config({"run-dir": "runs/a"})
 

@@ -15,7 +15,7 @@ from fedeas_flwr.commands.output import check_folder, console, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
+from fedeas_flwr.config_files import read_values, split_conf
 from fedeas_flwr.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -98,9 +98,8 @@ def audit(
             raise ConfigError(f"{conf}: remove the config, since --run determines the images")
         training = training_config(RunDirectory(run.absolute()), data_dir)
         dataset, data_dir = training.dataset, training.data_dir
-    own = {"dataset": dataset, "data-dir": data_dir}
-    values = read_values(conf, overrides) if conf else own | parse_overrides(overrides)
-    config = parse_config(values | {"generator": generator, "device": device})
+    own = {} if conf else {"dataset": dataset, "data-dir": data_dir}
+    config = parse_config(own | read_values(conf, overrides) | {"generator": generator, "device": device})
     if conf and config.protocol != "clean":
         raise ConfigError(f"protocol = {config.protocol!r}: its clients train on test images; use protocol=clean")
     where, info = configure_torch(device), dataset_info(config.dataset)

@@ -20,7 +20,10 @@ deploy_app = typer.Typer(
     help="Set up a federation of real machines: keys, certificates, start scripts.",
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines")]
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines", callback=Path.absolute),
+]
 
 
 @deploy_app.command(short_help="Write certificates, keys and start scripts")
@@ -37,7 +40,6 @@ def init(
     """Write certificates, keys and start scripts, one folder per machine, and the Flower app to run."""
     from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, write_deployment
 
-    folder = folder.absolute()
     deployment = Deployment(tuple(host), port, superlink_port, nodes, install_dir)
     write_deployment(deployment, folder)
     places = "node-0/" if nodes == 1 else f"node-0/ … node-{nodes - 1}/"
@@ -59,7 +61,6 @@ def register(folder: Folder) -> None:
     from fedeas_flwr.deploy.deployment import read_deployment
     from fedeas_flwr.deploy.registry import register_nodes
 
-    folder = folder.absolute()
     for line in register_nodes(read_deployment(folder), folder):
         print(line)
 
@@ -73,7 +74,7 @@ def check(
     ] = None,
 ) -> None:
     """Check a deployment, or on one of its machines that machine's folder; exit code 1 if there is a problem."""
-    run, folder = parse_config(parse_overrides(words or [])), folder.absolute()
+    run = parse_config(parse_overrides(words or []))
     from fedeas_flwr.doctor.deployment import examine
 
     os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does
@@ -89,7 +90,6 @@ def add_node(folder: Folder) -> None:
     from fedeas_flwr.deploy import maintenance
     from fedeas_flwr.deploy.deployment import read_deployment
 
-    folder = folder.absolute()
     node, lines = maintenance.add_node(read_deployment(folder), folder)
     print(lines[-1])
     print(f"1. describe its images in {node}/node-config; keep its client-id, or register again")
@@ -104,7 +104,6 @@ def revoke_node(
     from fedeas_flwr.deploy import maintenance
     from fedeas_flwr.deploy.deployment import read_deployment
 
-    folder = folder.absolute()
     number = maintenance.revoke_node(read_deployment(folder), folder, node)
     print(f"{node}: revoked; " + ("it was not registered" if number is None else f"it was node {number}"))
     print(f"on its machine: systemctl disable --now fedeas-{node}")
@@ -116,7 +115,6 @@ def renew(folder: Folder) -> None:
     from fedeas_flwr.deploy import maintenance
     from fedeas_flwr.deploy.deployment import read_deployment
 
-    folder = folder.absolute()
     until = maintenance.renew_certificate(read_deployment(folder), folder)
     print(f"superlink/server.crt is valid until {until:%Y-%m-%d}")
     print("1. copy superlink/server.crt and superlink/server.key to the server")
@@ -131,7 +129,6 @@ def upgrade(folder: Folder) -> None:
     from fedeas_flwr.deploy import maintenance
     from fedeas_flwr.deploy.deployment import read_deployment
 
-    folder = folder.absolute()
     lines, version = maintenance.upgrade(read_deployment(folder), folder), read_project().version
     print(f"app/ is fedeas-flwr {version}")
     for line in lines:

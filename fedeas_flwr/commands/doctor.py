@@ -13,8 +13,7 @@ from rich.text import Text
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
-from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored, split_conf
+from fedeas_flwr.config_files import read_config, split_conf
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor.findings import Finding
@@ -31,7 +30,7 @@ def doctor(
     output: FormatOption = "table",
 ) -> None:
     """Check whether this machine can run a config, and print what to fix; exit code 1 if there is a problem."""
-    config = _read(words or [])
+    config = read_config(*split_conf(words or []))
     from fedeas_flwr.doctor.findings import examine
 
     findings = examine(config)
@@ -41,16 +40,6 @@ def doctor(
         show(findings, Console(markup=False))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
-
-
-def _read(words: list[str]) -> RunConfig:
-    conf, overrides = split_conf(words)
-    if conf is not None:
-        return read_config(conf, overrides)
-    values = parse_overrides(overrides)
-    config = parse_config(values)
-    refuse_ignored(config, values)
-    return config
 
 
 def show(findings: list[Finding], console: Console) -> None:

@@ -18,6 +18,11 @@ console = Console(markup=False)
 """Console without markup: brackets in a path are printed as they are."""
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a text without colours; only the terminal wraps it, so that paths and commands can be copied."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
 def check_format(output: str) -> str:
     """Return the format, or raise `ConfigError` if it is unknown."""
     if output not in ("table", "json"):

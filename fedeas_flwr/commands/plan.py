@@ -16,7 +16,7 @@ from fedeas_flwr.commands.output import FormatOption, check_folder, reject_optio
 from fedeas_flwr.commands.quickstart import QUICKSTART
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
+from fedeas_flwr.config_files import read_values, split_conf
 from fedeas_flwr.launch.progress import show_tries
 from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import POLICIES, REFERENCES, settings_of
@@ -101,7 +101,7 @@ def plan(
     limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     timed_by = "--max-seconds" if max_seconds is not None else "--estimate" if estimate else ""
     conf, overrides = split_conf(words or [])
-    given = _given(parse_overrides(overrides), context.params)
+    given = _given(read_values(None, overrides), context.params)
     values = (QUICKSTART if conf is None else read_values(conf)) | {key: value for key, (value, _) in given.items()}
     chosen = str(values.get("policy", parse_config({}).policy))
     _check_settings(given, chosen, values)

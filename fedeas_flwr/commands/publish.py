@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console
+from fedeas_flwr.commands.output import check_folder, console, print_line
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_folder
 
@@ -36,7 +36,7 @@ def publish(
     It uploads nothing. Only files that git tracks are written.
     """
     write_app(ROOT, folder.absolute())
-    console.print(f"next: flwr login supergrid && flwr app publish {folder}", highlight=False, soft_wrap=True)
+    print_line(console, f"next: flwr login supergrid && flwr app publish {folder}")
 
 
 def write_app(root: Path, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import check_folder, console
+from fedeas_flwr.commands.output import check_folder, console, print_line
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.config import RunConfig, parse_config
@@ -43,14 +43,7 @@ def quickstart_command(
 
 def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
     """Return the config of one of the four runs: the defaults, with ten clients."""
-    return parse_config(
-        {
-            **QUICKSTART,
-            "policy": policy,
-            "backend": backend,
-            "run-dir": str(folder / policy),
-        }
-    )
+    return parse_config({**QUICKSTART, "policy": policy, "backend": backend, "run-dir": str(folder / policy)})
 
 
 def quickstart(folder: Path, console: Console) -> None:
@@ -69,12 +62,12 @@ def quickstart(folder: Path, console: Console) -> None:
     console.print()
     print_comparison(groups, console)
     for note in notes_on(groups):
-        console.print(note, highlight=False, soft_wrap=True)
+        print_line(console, note)
     console.print(
         "8×8 digits: generating images raises accuracy, most of all in early rounds; policies with the same number of "
         "images are too close to separate here."
     )
-    console.print(f"Figure: {figure}\nReport: {page}", soft_wrap=True, highlight=False)
+    print_line(console, f"Figure: {figure}\nReport: {page}")
 
 
 def _reject_other_folder(folder: Path) -> None:

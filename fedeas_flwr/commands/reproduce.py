@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
+from fedeas_flwr.commands.output import FormatOption, check_folder, print_line, reject_options
 from fedeas_flwr.commands.sweep import validate_runs, watching
 from fedeas_flwr.common.cores import usable_cores
 from fedeas_flwr.common.errors import ConfigError
@@ -172,12 +172,8 @@ def run_missing(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:
-        _warn(f"failed: {cell.name}: {cell.error}")
+        print_line(Console(stderr=True), f"failed: {cell.name}: {cell.error}")
     return bool(failed)
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def show(
@@ -216,9 +212,9 @@ def show(
         command, hint = fill(words, missing)
         for line in (f"Missing: {number} of {counted(len(missing), 'cell')}; to run them: {command}", hint):
             if line:
-                console.print(line, highlight=False, soft_wrap=True, markup=False)
+                print_line(console, line)
     if output == "table":
-        console.print(f"page: {written[1]}", highlight=False, soft_wrap=True)
+        print_line(console, f"page: {written[1]}")
     return sections
 
 
@@ -254,5 +250,5 @@ def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str
         temporary.write_bytes(filled.encode())
         shutil.copymode(path, temporary)
     for line in unreadable:
-        _warn(f"Unreadable: {line}")
+        print_line(Console(stderr=True), f"Unreadable: {line}")
     print(path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console
+from fedeas_flwr.commands.output import check_folder, console, print_line
 from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import counted
@@ -43,7 +43,7 @@ def start_in_own_folder(config: RunConfig) -> None:
             again = shlex.join(["fedeas", "resume", str(wanted)])
             resumed = RunDirectory(wanted).state() == "interrupted"
             before = f"was interrupted (to resume it: {again})" if resumed else "exists"
-            console.print(f"{wanted.name} {before}; new run: {folder.name}", highlight=False, soft_wrap=True)
+            print_line(console, f"{wanted.name} {before}; new run: {folder.name}")
         start(config.with_changes(run_dir=str(folder)))
 
 
@@ -68,7 +68,7 @@ def resume(
         run.return_to_previous_checkpoint()
     if not (changes or previous) and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
-        console.print(f"already finished: {run.path}", highlight=False, soft_wrap=True)
+        print_line(console, f"already finished: {run.path}")
         print_summary(run)
     else:
         start(config)
@@ -83,12 +83,8 @@ def start(config: RunConfig) -> RunDirectory:
         config = prepare(config, console)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped before the run started; to start it, repeat the same command") from None
-    console.print(
-        f"{_method(config)} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
-        f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    of_what = f"{_method(config)} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')}"
+    print_line(console, f"{of_what} · {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}")
     try:
         finished = launch(config, console)
     except KeyboardInterrupt:
@@ -102,19 +98,19 @@ def print_summary(run: RunDirectory) -> None:
     """Print a finished run's accuracy, number of images, why it stopped early, gaps, privacy spent and warnings."""
     summary = run.summary()
     if "final_loss" in summary:
-        console.print(describe_result(summary), highlight=False, soft_wrap=True)
-        console.print(f"generator: {run.path / GENERATOR}", highlight=False, soft_wrap=True)
+        print_line(console, describe_result(summary))
+        print_line(console, f"generator: {run.path / GENERATOR}")
     else:
-        console.print(_describe_accuracy(summary), highlight=False, soft_wrap=True)
+        print_line(console, _describe_accuracy(summary))
     if "stopped" in summary:
         stopped = f"stopped after round {summary['rounds']} of {run.config().rounds} by {summary['stopped']}"
-        console.print(stopped, highlight=False, soft_wrap=True)
+        print_line(console, stopped)
     if "gaps" in summary:
-        console.print(f"finished, with gaps: {summary['gaps']}", highlight=False, soft_wrap=True)
+        print_line(console, f"finished, with gaps: {summary['gaps']}")
     if "privacy" in summary:
-        console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
+        print_line(console, show_privacy(summary["privacy"]))
     for name, why in run.warnings().items():
-        console.print(f"warning: callback {name} failed in {why}", highlight=False, soft_wrap=True)
+        print_line(console, f"warning: callback {name} failed in {why}")
 
 
 def _describe_accuracy(summary: dict[str, Any]) -> str:
@@ -187,8 +183,7 @@ def export(
     """Copy a run's record (config, rounds, summary) without weights, images or local paths."""
     from fedeas_flwr.runs import listing
 
-    run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
-    listing.export(run, to.absolute())
-    print(
-        f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", replacing its earlier record" if again else "")
-    )
+    run, record = RunDirectory(folder.absolute()), RunDirectory(to.absolute())
+    again = ", replacing its earlier record" if record.is_record() else ""
+    listing.export(run, record.path)
+    print(f"exported {counted(len(run.rounds()), 'round')} → {to}{again}")

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.commands.output import check_folder, check_format
+from fedeas_flwr.commands.output import check_folder, check_format, print_line
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import folding_table, print_table
 from fedeas_flwr.common.text import counted, show_seconds
@@ -48,16 +48,16 @@ def sweep(
     ] = "table",
 ) -> None:
     """Run every combination of the grid's values; run the same command again to finish the remaining runs."""
-    swept = parse_grid(grid or [])
-    for key, value in parse_overrides(overrides or []).items():
+    swept, given = parse_grid(grid or []), parse_overrides(overrides or [])
+    for key, value in given.items():
         if key in swept:
             raise ConfigError(f"{key} = {value!r}: remove the key, since --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     sweep = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in sweep.cells:
-        refuse_ignored(cell.config, {*parse_overrides(overrides or []), *sweep.grid})
+        refuse_ignored(cell.config, {*given, *sweep.grid})
     sweep.check()
-    console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
+    console = Console(stderr=output == "json", markup=False)
     validate_runs(sweep, console)
     try:
         with watching(console) as watcher:
@@ -68,11 +68,11 @@ def sweep(
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:
         print_results(sweep, console)
-    console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
+    print_line(console, f"{folder / 'sweep.json'}, sweep.csv")
     if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in sweep.cells}:
         console.print(f"left out {counted(len(others), 'run')} in {folder}: not in this grid", soft_wrap=True)
     for cell in failed:
-        warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
+        print_line(Console(stderr=True), f"failed: {cell.name}: {cell.error}")
     if failed:
         raise typer.Exit(1)
 
@@ -117,7 +117,7 @@ class Lines:
 
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_line(self._console, line)
 
 
 class LiveTable:
@@ -128,7 +128,7 @@ class LiveTable:
 
     def on_start(self, status: SweepStatus) -> None:
         """Print the headline above the table."""
-        self._live.console.print(_headline(status), highlight=False, soft_wrap=True, markup=False)
+        print_line(self._live.console, _headline(status))
 
     def on_event(self, cell: SweepRun, event: str, status: SweepStatus) -> None:
         """Print failures above the table."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console, reject_options
+from fedeas_flwr.commands.output import check_folder, console, print_line, reject_options
 from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, generator_config
@@ -73,11 +73,10 @@ def train_generator(
         config = _federated_config(federated, overrides or [])
         start_in_own_folder(config.with_changes(run_dir=str(out.absolute())) if out else config)
         return
-    if overrides or not dataset or out is None:
-        what = (
-            f"{overrides[0]}: key=value needs --federated" if overrides else "give --dataset and --out, or --federated"
-        )
-        raise ConfigError(what)
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: key=value needs --federated")
+    if not dataset or out is None:
+        raise ConfigError("give --dataset and --out, or --federated")
     from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.generators.learn.presets import find_preset
     from fedeas_flwr.generators.learn.run import read_preset_name
@@ -93,7 +92,7 @@ def train_generator(
     def print_preset() -> None:
         if not (preset or resume) and dataset != "digits":
             text = f"preset {chosen.name}, the default on {device}; choose another with --preset"
-            console.print(text, highlight=False, soft_wrap=True)
+            print_line(console, text)
 
     verdict = train(
         dataset,
@@ -130,7 +129,7 @@ def train_generator(
         f"look at: {out / 'samples.png'}",
         f"next: {command}",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:

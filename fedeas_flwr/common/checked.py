@@ -51,10 +51,7 @@ def write_checked(path: Path, record: Mapping[str, Any], arrays: Arrays, owner: 
 def read_checked(path: Path, owner: str) -> tuple[dict[str, Any], Arrays]:
     """Return the record and the arrays of a file that `write_checked` wrote.
 
-    Raises
-    ------
-    ValueError
-        If the file is damaged, edited, or not the owner's, in one line.
+    Raise `ValueError` with one line if the file is damaged, edited, or not the owner's.
     """
     arrays, metadata = read_arrays(path)
     try:

@@ -32,10 +32,7 @@ def one_thread(device: torch.device) -> Iterator[None]:
 def pick_device(wanted: str) -> str:
     """Return the device, ``cpu`` or ``cuda``, that ``auto``, ``cpu`` or ``cuda`` means on this machine.
 
-    Raises
-    ------
-    ConfigError
-        If ``cuda`` is wanted and torch finds no CUDA device.
+    Raise `ConfigError` if ``cuda`` is wanted and torch finds no CUDA device.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")

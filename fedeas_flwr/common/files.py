@@ -22,14 +22,9 @@ CHECKSUMS = "checksums.json"
 
 
 def cache_root() -> Path:
-    """Return the user's cache folder: ``$FEDEAS_CACHE``, or ``~/.cache/fedeas``.
+    """Return the absolute path of the user's cache folder, which may not exist yet.
 
-    The variable is read at every call, so that a test or a launcher may change it.
-
-    Returns
-    -------
-    Path
-        An absolute path. It may not exist yet.
+    It is ``$FEDEAS_CACHE``, read at every call so that a test or a launcher may change it, or ``~/.cache/fedeas``.
     """
     return expanded(os.environ.get("FEDEAS_CACHE") or "~/.cache/fedeas", "FEDEAS_CACHE").absolute()
 
@@ -52,17 +47,7 @@ def cache_hint(error: BaseException) -> str:
 def expanded(path: str | Path, key: str = "") -> Path:
     """Return a path that a user wrote, with a home folder in place of ``~`` and ``~user``.
 
-    Parameters
-    ----------
-    path
-        The path as written.
-    key
-        The key that it belongs to, for the error.
-
-    Raises
-    ------
-    ValueError
-        If the home folder is unknown.
+    If the home folder is unknown, `ValueError` names the ``key`` that the path belongs to.
     """
     try:
         return Path(path).expanduser()
@@ -111,20 +96,10 @@ def existing_part(path: Path) -> Path:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary file name, which is renamed to `path` if the block succeeds.
+    """Yield the path of a temporary file, not created yet, which is renamed to `path` if the block succeeds.
 
     The temporary file is in the same folder, because a rename is atomic only within one file system. If the block
-    raises, `path` is unchanged.
-
-    Parameters
-    ----------
-    path
-        The file to write. Missing parent folders are created.
-
-    Yields
-    ------
-    Path
-        The temporary file, which does not exist yet.
+    raises, `path` is unchanged. Missing parent folders are created.
     """
     target = Path(path)
     temporary = _temporary_path(target)
@@ -139,35 +114,17 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
-
-    Parameters
-    ----------
-    path
-        The file to write. Missing parent folders are created.
-    content
-        The bytes of the file.
-    """
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part; see `atomic_path`."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `path` if the block succeeds.
+    """Yield a temporary folder, empty, which is renamed to `path` if the block succeeds.
 
     A folder cannot replace another atomically, so an old `path` is renamed first and removed at the end. Concurrent
-    callers must hold a lock. Leftovers of killed writers are removed.
-
-    Parameters
-    ----------
-    path
-        The folder to create or replace. Missing parent folders are created.
-
-    Yields
-    ------
-    Path
-        The temporary folder, empty.
+    callers must hold a lock. Leftovers of killed writers are removed, and missing parent folders are created.
     """
     target = Path(path)
     temporary, old = _temporary_path(target), _temporary_path(target)

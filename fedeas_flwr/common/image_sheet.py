@@ -28,19 +28,10 @@ def gap_width(image: Pixels) -> int:
 
 
 def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
-    """Return one picture that shows the images in rows on a white background.
+    """Return one picture, ``[height, width, 3]`` without a border, that shows images in rows on a white background.
 
-    Parameters
-    ----------
-    rows
-        The images of each row, ``[N, H, W, C]`` with one or three channels. All images have the same size.
-    columns
-        Number of images per row; a shorter row is filled with white.
-
-    Returns
-    -------
-    array
-        ``[height, width, 3]``, without a border.
+    The images of a row are ``[N, H, W, C]`` with one or three channels, and all have the same size. A row of fewer than
+    ``columns`` images is filled with white.
     """
     height, width = rows[0].shape[1:3]
     gap = gap_width(rows[0])

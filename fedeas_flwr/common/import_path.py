@@ -16,6 +16,7 @@ from fedeas_flwr.common.text import one_line
 _NAME = r"[^\W\d]\w*"
 _PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 _WORDS = {"true": True, "false": False}
+_BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
@@ -63,23 +64,17 @@ def parse_arguments(text: str, key: str) -> dict[str, Any]:
 
 def accepted_arguments(function: Any) -> frozenset[str] | None:
     """Return the names of the arguments that a function or class takes by keyword; None if it takes any name."""
+    parameters = _parameters(function)
+    if parameters is None or any(each.kind is Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    return frozenset(each.name for each in parameters if each.kind in _BY_KEYWORD)
+
+
+def _parameters(function: Any) -> list[Parameter] | None:
     try:
-        parameters = signature(function).parameters.values()
+        return [*signature(function).parameters.values()]
     except (TypeError, ValueError):  # no function or class, or one of C
         return None
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword)
-
-
-def _required_arguments(function: Any) -> list[str]:
-    try:
-        parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return [each.name for each in parameters if each.kind in named and each.default is Parameter.empty]
 
 
 def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], arguments_key: str = "") -> Any:
@@ -93,8 +88,9 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
         if accepted is not None and name not in accepted:
             allowed = ", ".join(sorted(accepted)) or "none"
             raise ConfigError(f"{arguments_key or f'{key}-args'}: {path!r} has no argument {name!r}; it has {allowed}")
-    missing = [name for name in _required_arguments(function) if name not in arguments]
-    if missing:
+    named = [each for each in _parameters(function) or () if each.kind in _BY_KEYWORD]
+    required = [each.name for each in named if each.default is Parameter.empty]
+    if missing := [name for name in required if name not in arguments]:
         raise ConfigError(f"{key}: {path!r} needs {', '.join(missing)}; give it in {arguments_key or f'{key}-args'}")
     try:
         return function(**arguments)

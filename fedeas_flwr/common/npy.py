@@ -72,13 +72,7 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def read_array(content: bytes | memoryview) -> NDArray[Any]:
-    """Return an array as a read-only view of bytes that hold exactly one array.
-
-    Raises
-    ------
-    ValueError
-        If the bytes are not those of one array.
-    """
+    """Return an array as a read-only view of bytes; raise `ValueError` unless they hold exactly one array."""
     # The length of a header of version 1.0 follows six bytes of magic and two of version.
     start = 10 + int.from_bytes(content[8:10], "little")
     shape, dtype = _parsed(bytes(content[:start]))  # a copy: the cache must not keep all bytes alive
@@ -103,13 +97,7 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def archive_keys(path: Path) -> set[str]:
-    """Return the names of the arrays in an ``.npz`` file.
-
-    Raises
-    ------
-    ValueError
-        If it is not an ``.npz`` file.
-    """
+    """Return the names of the arrays in an ``.npz`` file; raise `ValueError` if it is none."""
     with _damage_as_value_error(), _open_archive(path) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
@@ -126,19 +114,10 @@ def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, 
 
 
 def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """Return arrays of an ``.npz`` file.
+    """Return the arrays ``keys`` of an ``.npz`` file.
 
-    Parameters
-    ----------
-    path, keys
-        The file, and the names of the arrays.
-    most_bytes
-        Maximum total size; the file's own size sets another maximum.
-
-    Raises
-    ------
-    ValueError
-        If it is damaged, lacks a key, holds pickles, or would unpack to far more bytes than images do.
+    Raise `ValueError` if it is damaged, lacks a key, holds pickles, or would unpack to more than ``most_bytes`` or to
+    far more bytes than images do.
     """
     claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in read_headers(path, keys).values())
     with _damage_as_value_error():

@@ -28,10 +28,7 @@ class Project:
 def read_project(package: Path = _PACKAGE) -> Project:
     """Read the project from pyproject.toml next to the package or, without one, from the installed distribution.
 
-    Raises
-    ------
-    ValueError
-        If there is neither.
+    Raise `ValueError` if there is neither.
     """
     path = package.parent / "pyproject.toml"
     if path.is_file():

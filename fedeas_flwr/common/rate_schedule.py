@@ -11,12 +11,8 @@ _ALLOWED = "constant, cosine, 'exponential FACTOR', or 'step FACTOR ROUND …' w
 def rate_factor(schedule: str, round_number: int, rounds: int) -> float:
     """Return the factor of the learning rate in a round, from 1 to ``rounds``; round 1 has the factor 1.
 
-    The factors are those of torch's CosineAnnealingLR, ExponentialLR and MultiStepLR.
-
-    Raises
-    ------
-    ValueError
-        If the schedule has another form; the message says which are allowed.
+    The factors are those of torch's CosineAnnealingLR, ExponentialLR and MultiStepLR. If the schedule has another form,
+    `ValueError` says which are allowed.
     """
     name, factor, steps = _parse(schedule)
     done = round_number - 1

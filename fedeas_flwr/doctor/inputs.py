@@ -166,9 +166,8 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         f"images, client {smallest} with {short[smallest]} of its {samples[smallest]:,}: with BatchNorm such a step "
         "can be many times the usual size"
     )
-    return [
-        note("last batches", text, f"min-batch={SMALL_BATCH} skips these batches; see results/notes/accuracy-drops.md")
-    ]
+    fix = f"min-batch={SMALL_BATCH} skips these batches; see results/notes/accuracy-drops.md"
+    return [note("last batches", text, fix)]
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:
@@ -232,8 +231,9 @@ def _model(config: RunConfig) -> Finding:
         return _builtin()
     if config.generator_spec.kind == "federated":
         folder = Path(with_folder(config).generator)
-        found = f"federated, {folder}" if is_whole(folder) else "federated: the first run with this config trains it"
-        return (ok if is_whole(folder) else note)("generator", found)
+        if is_whole(folder):
+            return ok("generator", f"federated, {folder}")
+        return note("generator", "federated: the first run with this config trains it")
     if config.generator_spec.kind == "import path":
         return ok("generator", config.generator)
     if warning := generator_warning(config):
@@ -248,9 +248,8 @@ def _builtin() -> Finding:
     folder = builtin_folder()
     if is_whole(folder):
         return ok("generator", f"builtin, {folder}")
-    return note(
-        "generator", f"builtin is missing or incomplete at {folder}; the first run trains it, a minute on two cores"
-    )
+    text = f"builtin is missing or incomplete at {folder}; the first run trains it, a minute on two cores"
+    return note("generator", text)
 
 
 def _open_bank(where: str, dataset: str) -> BankGenerator:
@@ -266,10 +265,8 @@ def _bank(where: str, dataset: str) -> Finding:
     if empty:
         lacking = counted(len(empty), "class", "classes")
         raise ValueError(f"generator: bank {bank.path} has no images of {lacking}: {', '.join(empty[:5])}")
-    return ok(
-        "generator",
-        f"bank {bank.path.absolute()}, at least {counted(min(bank.images_of_class), 'image')} per class",
-    )
+    fewest = counted(min(bank.images_of_class), "image")
+    return ok("generator", f"bank {bank.path.absolute()}, at least {fewest} per class")
 
 
 def _turbo(where: str) -> Finding:

@@ -56,9 +56,8 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        built = (
-            f"torch {torch.__version__} is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'}"
-        )
+        target = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+        built = f"torch {torch.__version__} is built for {target}"
         if config.device == "cuda":
             fix = "set device=auto, or install a driver and a CUDA build of torch"
             yield problem("GPU", f"device = 'cuda', but torch finds no CUDA device ({built})", fix)
@@ -79,9 +78,8 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
             continue
         memory = f"{label}, {show_bytes(free)} of {show_bytes(total)} free, runs kernels"
         if free < MIN_GPU:
-            yield problem(
-                name, memory, "end the processes that nvidia-smi lists, or choose another GPU with CUDA_VISIBLE_DEVICES"
-            )
+            fix = "end the processes that nvidia-smi lists, or choose another GPU with CUDA_VISIBLE_DEVICES"
+            yield problem(name, memory, fix)
         elif not torch.cuda.is_bf16_supported(including_emulation=False):
             yield note(name, f"{memory}, no bf16", "set generation-precision=fp16 and precision=tf32")
         else:
@@ -118,9 +116,8 @@ def check_mps(config: RunConfig) -> Iterable[Finding]:
         return [note("CUDA MPS", text, "backend=inline needs no MPS and is faster on one GPU")]
     if config.mps == "off":
         return [note("CUDA MPS", "mps = 'off': processes take turns on the GPU", "set mps=auto")]
-    return [
-        ok("CUDA MPS", "found; a run under Ray starts and ends its own daemon, a sweep with --jobs one for all runs")
-    ]
+    text = "found; a run under Ray starts and ends its own daemon, a sweep with --jobs one for all runs"
+    return [ok("CUDA MPS", text)]
 
 
 # ------------------------------------------------------------------------------------- cores and memory

@@ -30,12 +30,19 @@ class Counts(NamedTuple):
     clients: list[str]
 
 
+class _Row(NamedTuple):
+    where: str
+    """Its place in the file, for errors: ``line 3`` or, in a JSON file, ``row 3``."""
+    cells: list[Any]
+
+
 def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
     """Return the label counts in a file.
 
     A ``.json`` file holds a list of rows, one per client, with one integer per class. A ``.csv`` or ``.tsv`` file,
     separated by commas, semicolons or tabs, holds such rows or, in the long format, rows of client, class and count; a
-    pair that is absent from these counts as 0. Its first line is a header if no cell of it is a number.
+    pair that is absent from these counts as 0. Its first line is a header if no cell of it is a number, or if its first
+    cell is the header of a column of names.
 
     The first column holds the clients' names if the last word of its header is one of `_ID_WORDS`, or if the header is
     ``index``, empty or ``id_column``; ``id_column="none"`` makes it a class. A column that may be either raises
@@ -63,48 +70,51 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
     if kind == ".json":
         rows = _json_rows(path, text)
     else:
-        header, rows = _csv_lines(path, text, id_column)
+        header, rows = _csv_rows(path, text, id_column)
         if header and _is_long(header, id_column):
             return _read_long(path, rows)
         rows, classes, clients = _split_names(path, header, rows, id_column)
     _check_rows(path, rows, "class", "classes")
     may_be_ids = kind != ".json" and not clients and id_column is None
-    for k, row in enumerate(rows):
-        for c, n in enumerate(row):
-            _check_count(path, k, c + bool(clients), n, classes[0] if classes and may_be_ids and c == 0 else "")
-    _check_columns(path, rows, classes, may_be_ids)
-    return Counts(np.array(rows, dtype=np.int64), classes, clients)
+    for row in rows:
+        for c, n in enumerate(row.cells):
+            _check_count(path, row, c + bool(clients), n, classes[0] if classes and may_be_ids and c == 0 else "")
+    counts = [row.cells for row in rows]
+    _check_columns(path, counts, classes, may_be_ids)
+    return Counts(np.array(counts, dtype=np.int64), classes, clients)
 
 
-def _json_rows(path: Path, text: str) -> list[list[Any]]:
+def _json_rows(path: Path, text: str) -> list[_Row]:
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON, {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{path}: must be a list of rows, each a list of integers")
-    return rows
+    return [_Row(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _csv_lines(path: Path, text: str, id_column: str | None) -> tuple[list[str], list[list[str]]]:
-    """Return the header, empty if there is none, and the other lines; the first line's cells show the separator."""
+def _csv_rows(path: Path, text: str, id_column: str | None) -> tuple[list[str], list[_Row]]:
+    """Return the header, empty if there is none, and the other rows; the first line's cells show the separator."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     try:
         separator = max(",;\t", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
         reader = csv.reader(text.splitlines(), strict=True, delimiter=separator)
-        lines = [cells for line in reader if any(cells := [cell.strip() for cell in line])]
+        rows = [
+            _Row(f"line {reader.line_num}", cells) for line in reader if any(cells := [cell.strip() for cell in line])
+        ]
     except csv.Error as error:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
+    header = rows[0].cells if rows else []
     # A first line of an empty cell and numbers is no header: a count may be missing.
-    if lines and ((lines[0][0] and _is_id(lines[0][0], id_column)) or not any(map(_is_number, lines[0]))):
-        header = lines.pop(0)
+    if header and ((header[0] and _is_id(header[0], id_column)) or not any(map(_is_number, header))):
         if id_column not in (None, "none", header[0]):
             allowed = f"none or the first column's header, {header[0][:40]!r}"
             raise ValueError(f"id-column = {id_column!r}: must be {allowed}")
-        return header, lines
+        return header, rows[1:]
     if id_column not in (None, "none"):
         raise ValueError(f"id-column = {id_column!r}: must be none, since the file has no header")
-    return [], lines
+    return [], rows
 
 
 def _is_id(header: str, id_column: str | None) -> bool:
@@ -121,49 +131,52 @@ def _is_long(header: list[str], id_column: str | None) -> bool:
     )
 
 
-def _read_long(path: Path, lines: list[list[str]]) -> Counts:
+def _read_long(path: Path, rows: list[_Row]) -> Counts:
     """Return the counts of the long format: clients in the order of the file, classes by name or by number."""
-    _check_rows(path, lines, "column", "columns", 3)
-    clients = {name: k for k, name in enumerate(dict.fromkeys(line[0] for line in lines))}
-    found = {line[1] for line in lines}
+    _check_rows(path, rows, "column", "columns", 3)
+    clients = {name: k for k, name in enumerate(dict.fromkeys(row.cells[0] for row in rows))}
+    found = {row.cells[1] for row in rows}
     ordered = sorted(found, key=int) if all(map(str.isdecimal, found)) else sorted(found)
     classes = {name: c for c, name in enumerate(ordered)}
     if len(clients) * len(classes) > MAX_FILE_BYTES // 2:
         size = f"{counted(len(clients), 'client')} by {counted(len(classes), 'class', 'classes')}"
         raise ValueError(f"{path}: {size} are too many, at most {MAX_FILE_BYTES // 2:,} counts are allowed")
     counts = np.full((len(clients), len(classes)), -1, dtype=np.int64)
-    for number, (client, name, cell) in enumerate(lines):
-        _check_count(path, number, 2, count := _as_integer(cell))
+    for row in rows:
+        client, name, cell = row.cells
+        _check_count(path, row, 2, count := _as_integer(cell))
         if counts[clients[client], classes[name]] >= 0:
-            raise ValueError(f"{path}: row {number + 1} repeats client {client[:40]!r} and class {name[:40]!r}")
+            raise ValueError(f"{path}: {row.where} repeats client {client[:40]!r} and class {name[:40]!r}")
         counts[clients[client], classes[name]] = count
     return Counts(np.maximum(counts, 0), ordered, list(clients))
 
 
 def _split_names(
-    path: Path, header: list[str], lines: list[list[str]], id_column: str | None
-) -> tuple[list[list[Any]], list[str], list[str]]:
+    path: Path, header: list[str], rows: list[_Row], id_column: str | None
+) -> tuple[list[_Row], list[str], list[str]]:
     """Return the rows of counts, the classes' names and the clients' names; cells that are no integers stay text."""
-    if header and lines and len(lines[0]) != len(header):
-        raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
+    if header and rows and len(rows[0].cells) != len(header):
+        width = len(rows[0].cells)
+        raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {width}")
     first = int(bool(header) and _is_id(header[0], id_column))
-    rows = [[_as_integer(cell) for cell in line[first:]] for line in lines]
-    return rows, header[first:], [line[0] for line in lines] if first else []
+    counts = [_Row(where, [_as_integer(cell) for cell in cells[first:]]) for where, cells in rows]
+    return counts, header[first:], [row.cells[0] for row in rows] if first else []
 
 
-def _check_rows(path: Path, rows: list[list[Any]], noun: str, plural: str, width: int = 0) -> None:
-    if not rows or not rows[0]:
+def _check_rows(path: Path, rows: list[_Row], noun: str, plural: str, width: int = 0) -> None:
+    if not rows or not rows[0].cells:
         raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
-    for k, row in enumerate(rows):
-        if len(row) != (width or len(rows[0])):
-            wanted = width or f"{len(rows[0])} as the first row"
-            raise ValueError(f"{path}: row {k + 1} has {counted(len(row), noun, plural)}, must have {wanted}")
+    first = len(rows[0].cells)
+    for where, cells in rows:
+        if len(cells) != (width or first):
+            wanted = width or f"{first} as the first row"
+            raise ValueError(f"{path}: {where} has {counted(len(cells), noun, plural)}, must have {wanted}")
 
 
-def _check_count(path: Path, row: int, column: int, count: Any, header: str = "") -> None:
+def _check_count(path: Path, row: _Row, column: int, count: Any, header: str = "") -> None:
     """Raise ValueError unless a cell is a count; ``header`` is that of a column that may hold the clients' names."""
     if type(count) is not int or not 0 <= count <= MAX_COUNT:
-        found = f"row {row + 1}, column {column + 1} is {str(count)[:40]!r}"
+        found = f"{row.where}, column {column + 1} is {str(count)[:40]!r}"
         hint = f"; if the column has the clients' names, give --id-column {header[:40]!r}" if header else ""
         raise ValueError(f"{path}: {found}, must be an integer from 0 to 2**40{hint}")
 

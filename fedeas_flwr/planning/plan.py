@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import IntArray, checked_counts
-from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.common.text import counted, shortened
 from fedeas_flwr.policies.adaptive import Adaptive
 from fedeas_flwr.policies.interface import ClientView, PolicySettings
 from fedeas_flwr.policies.own import find_policy
@@ -53,7 +53,9 @@ def plan(
     keys: dict[str, Any] = {"beta": beta, "gamma": gamma, "strict_mean": strict_mean, "total": total}
     begins = [first for first in (rule.parts if rule else (1,)) if rounds is None or first <= rounds]
     wholes = [int(allocate(counts, rule or policy, **keys, round=first).sum()) for first in begins]
-    adapts = isinstance(rule, Adaptive) and len(begins) > 1
+    steps = np.diff([0, *wholes]).tolist()
+    parts = [{"round": first, "images": images} for first, images in zip(begins, steps, strict=True)]
+    adapts = isinstance(rule, Adaptive) and len(parts) > 1
     generate = allocate(counts, rule or policy, **keys, round=1 if adapts else rounds)
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     repeats = rule is not None and rule.repeats
@@ -84,16 +86,7 @@ def plan(
             for k, row in enumerate(generate.tolist())
         ],
         "total": made,
-        **(
-            {
-                "parts": [
-                    {"round": first, "images": n}
-                    for first, n in zip(begins, np.diff([0, *wholes]).tolist(), strict=True)
-                ]
-            }
-            if len(begins) > 1
-            else {}
-        ),
+        **({"parts": parts} if len(parts) > 1 else {}),
         "full_balance_total": int(full.sum()),
         "imbalance": {
             "before": allocation.imbalance(counts).score,
@@ -118,7 +111,7 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
-            _cut(client.get("name", ""), MAX_NAME_LENGTH) or str(client["client"]),
+            shortened(client.get("name", ""), MAX_NAME_LENGTH) or str(client["client"]),
             f"{client['samples']:,}",
             f"{client['entropy']:.3f}",
             "-" if client["budget"] is None else f"{client['budget']:,}",
@@ -144,12 +137,7 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
-    return _cut(f"c{name}" if name.isdecimal() else name, MAX_HEAD_LENGTH)
-
-
-def _cut(name: str, length: int) -> str:
-    name = one_line(name)
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+    return shortened(f"c{name}" if name.isdecimal() else name, MAX_HEAD_LENGTH)
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:

@@ -120,11 +120,6 @@ class Group:
         """Return the distinct numbers of rounds of the runs, in ascending order."""
         return sorted({len(member.rounds) for member in self.members})
 
-    @property
-    def last_round(self) -> int:
-        """Return the number of rounds of the longest run."""
-        return self.lengths[-1]
-
     def spread(self, measure: str) -> Spread | None:
         """Return a metric of the summaries over seeds; ``None`` if a seed has no value."""
         values = [member.summary.get(measure) for member in self.members]
@@ -132,7 +127,7 @@ class Group:
 
     def curve(self, measure: str) -> FloatArray:
         """Return a metric of the rounds, [seeds, rounds]; NaN if a round has no value or a run is shorter."""
-        found = np.full((len(self.members), self.last_round), np.nan)
+        found = np.full((len(self.members), self.lengths[-1]), np.nan)
         for row, member in zip(found, self.members, strict=True):
             values = [record.get(measure) for record in member.rounds]
             row[: len(values)] = [np.nan if value is None else value for value in values]

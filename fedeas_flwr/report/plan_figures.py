@@ -65,7 +65,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
     clients = np.arange(len(needed))
     label = f"full balance, {needed.sum():,} images"
     axes.bar(clients, needed, 0.8, fc="white", ec=COLOURS["none"], hatch="////", lw=0.8, label=label)
-    name = f"{_name(path.policy)} (β = {beta:g}), {given.sum():,} images"
+    name = f"{label_of(path.policy)} (β = {beta:g}), {given.sum():,} images"
     axes.bar(clients, given, 0.8, color=_colour(path.policy), label=name)
     axes.set_ylim(0, 1.05 * max(1, int(needed.max()), int(given.max())))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -85,7 +85,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
     held, received = curves.concentration(path.counts, generated)
     clients = np.arange(len(held))
     axes.plot(clients, held, "-o", ms=4, color=INK, label="imbalance score held")
-    name = f"{_name(path.policy)} budget received (β = {beta:g})"
+    name = f"{label_of(path.policy)} budget received (β = {beta:g})"
     axes.plot(clients, received, "-s", ms=4, color=_colour(path.policy), label=name)
     quarter = max(1, len(path.counts) // 4)
     axes.axvline(quarter, color=INK, ls=":", lw=1)
@@ -116,7 +116,7 @@ def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float
         if name in found.curves:
             images, removed = zip(*found.curves[name], strict=True)
             under = 1 if name == "waterfill" else 2
-            axes.plot(images, removed, color=_colour(name), label=_name(name), markevery=[], zorder=under, **style)
+            axes.plot(images, removed, color=_colour(name), label=label_of(name), markevery=[], zorder=under, **style)
     for name, points in found.marks.items():
         images, removed = zip(*points, strict=True)
         axes.plot(images, removed, styles[name]["marker"], color=_colour(name), zorder=3)
@@ -173,7 +173,7 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
     last = max([*betas, beta])
     line = [path.at(float(b)) for b in np.linspace(0, 1.08 * last, PATH_POINTS)]
     shares, removed = [p.synthetic for p in line], [p.removed for p in line]
-    axes.plot(shares, removed, color=colour, lw=1.8, label=f"{_name(path.policy)}, increasing β")
+    axes.plot(shares, removed, color=colour, lw=1.8, label=f"{label_of(path.policy)}, increasing β")
     axes.set_xlim(0, 1.04 * shares[-1] or 1)
     axes.set_ylim(0, 1.1 * max(removed) or 1)
     if choice:
@@ -220,10 +220,6 @@ def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:
     if name == "max_seconds" and choice.speed:
         limit = choice.speed.batch * (limit // choice.speed.seconds_a_batch)
     return limit / max(1.0, float(path.counts.sum()) + limit)
-
-
-def _name(policy: str) -> str:
-    return label_of(policy)
 
 
 def _colour(policy: str) -> str:

@@ -74,10 +74,10 @@ def purchases_of(groups: Sequence[Group]) -> list[Purchases]:
 
 def _by_class(member: Member, records: Sequence[dict[str, Any]]) -> IntArray | None:
     """Return the images that were added by class, [1 + purchases, C]; None if the scores or the data are not here."""
-    config, owner = member.config, member.run.identity()
-    policy = config.find_policy()
+    config, policy = member.config, member.config.find_policy()
     assert isinstance(policy, Adaptive)
     try:
+        owner = member.run.owner()
         counts = planned_counts(config, config.clients)
         bought, totals = Counter[int](), []
         for number, record in [(1, {}), *((record["round"], record["bought"]["clients"]) for record in records)]:

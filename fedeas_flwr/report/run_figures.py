@@ -11,7 +11,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import shortened
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, score_of
 from fedeas_flwr.report.style import INK, MATH_LABELS, WIDTHS, LineStyle, tidy, within
 from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK
@@ -111,8 +111,7 @@ def _name_classes(axes: Axes, names: Sequence[str]) -> None:
     slanting: dict[str, Any] = (
         {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(names) * max(map(len, names)) > 40 else {}
     )
-    shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in map(one_line, names)]
-    axes.set_xticks(range(len(names)), shown, **slanting)
+    axes.set_xticks(range(len(names)), [shortened(name, 24) for name in names], **slanting)
 
 
 def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:

@@ -123,20 +123,22 @@ def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[st
 
 def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
     match words:
-        case [name, base] if "=" in base and (
-            found := [folder / name for folder in folders if (folder / name).is_dir()]
-        ):
-            return sweep_table(found[0], base)
+        case [name, base] if "=" in base and (found := _folder_inside(folders, name)):
+            return sweep_table(found, base)
     raise ConfigError(
         f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, with FOLDER inside a folder of --runs"
     )
 
 
 def _records_folder(words: Sequence[str], folders: Sequence[Path]) -> Path:
-    found = [folder / name for name in words[1:] for folder in folders if (folder / name).is_dir()]
-    if len(words) != 2 or not found:
-        raise ConfigError(f"'{' '.join(words)}': must be {words[0]} FOLDER, with FOLDER inside a folder of --runs")
-    return found[0]
+    match words:
+        case [_, name] if found := _folder_inside(folders, name):
+            return found
+    raise ConfigError(f"'{' '.join(words)}': must be {words[0]} FOLDER, with FOLDER inside a folder of --runs")
+
+
+def _folder_inside(folders: Sequence[Path], name: str) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_dir()), None)
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
@@ -208,10 +210,9 @@ class InlineNumbers:
         return found
 
     def _folder(self, name: str) -> Path:
-        found = next((folder / name for folder in self._folders if (folder / name).is_dir()), None)
-        if found is None:
-            raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._folders))}")
-        return found
+        if found := _folder_inside(self._folders, name):
+            return found
+        raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._folders))}")
 
     @cached_property
     def _results(self) -> Results:

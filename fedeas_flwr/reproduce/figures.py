@@ -239,7 +239,6 @@ def _first_rounds(runs: Sequence[Measured], threshold: float) -> list[int]:
 def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
     threshold = setting.config.threshold
     axes.axhline(100 * threshold, color=INK, ls="--", lw=1)
-    most = setting.config.rounds
     for turn, method in enumerate(("missing-only", "fedeas")):
         runs = setting.results.of(f"{place}/{method}")
         colour, published = COLOURS[method], paper.ROUNDS_TO_70[place][method]
@@ -249,7 +248,7 @@ def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
             continue
         reached = _draw_band(axes, runs, colour, threshold, turn)
         axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{note}")
-    axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, most))
+    axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, setting.config.rounds))
     axes.set_ylim(0, 100 if threshold > 0.7 else 82)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     tidy(axes)

@@ -130,14 +130,8 @@ def beta_table(results: Results) -> Table:
 
 def _with_beta(results: Results, name: str) -> str:
     """Return a row's label with its β at this scale."""
-    one = cell(name)
-    label, policy = one.method.label, one.method.keys["policy"]
-    return f"{label} β = {beta_of(one, results.scale):g}" if policy in ("fedeas", "uniform") else label
-
-
-def beta_of(one: Cell, scale: str) -> float:
-    """Return the β of a cell's runs."""
-    return one.config(scale, 1).beta
+    label, config = cell(name).method.label, cell(name).config(results.scale, 1)
+    return f"{label} β = {config.beta:g}" if config.policy in ("fedeas", "uniform") else label
 
 
 def ablation_table(results: Results) -> Table:
@@ -147,7 +141,7 @@ def ablation_table(results: Results) -> Table:
     for method, about in factors.items():
         name = f"{BETA_SWEEP_COLUMN}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
-        label = f"{METHODS[method].label} (β = {beta_of(cell(name), results.scale):g})"
+        label = f"{METHODS[method].label} (β = {cell(name).config(results.scale, 1).beta:g})"
         shown = [show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN)), format_cell(last)]
         table.add([label, *about, *shown, minutes(results, [name])], last, budget)
     return table

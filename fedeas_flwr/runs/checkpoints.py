@@ -55,13 +55,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint, run: str) -> None:
 
 
 def read_checkpoint(path: Path, run: str) -> Checkpoint:
-    """Return the checkpoint in a file.
-
-    Raises
-    ------
-    ValueError
-        If the file is damaged, edited, or not a checkpoint of the run with identity ``run``, in one line.
-    """
+    """Return the checkpoint in a file; raise `ValueError` if it is damaged, edited, or not of the run ``run``."""
     state, arrays = read_checked(path, run)
     try:
         return Checkpoint(

@@ -61,13 +61,7 @@ class ClassScores:
         write_checked(self._path(found.round), facts, arrays, f"{self._owner}/{found.round}")
 
     def latest(self, round_number: int) -> Evaluated | None:
-        """Return the last evaluation before or in a round; None if there is none.
-
-        Raises
-        ------
-        ValueError
-            If its file is damaged, in one line.
-        """
+        """Return the last evaluation until a round, None if there is none; raise `ValueError` if it is damaged."""
         numbers = [int(path.stem.removeprefix("scores-")) for path in self._folder.glob("scores-*.safetensors")]
         number = max((number for number in numbers if number <= round_number), default=0)
         if not number:

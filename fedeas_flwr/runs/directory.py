@@ -58,7 +58,7 @@ class RunDirectory(RunStatus):
             pass
         checkpoint = self.load_checkpoint() if config.resume else None
         if checkpoint is not None:
-            self._rounds_at_least(checkpoint.round, f"the checkpoint is of round {checkpoint.round}")
+            self._rounds_until(checkpoint.round)
 
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
@@ -202,12 +202,12 @@ class RunDirectory(RunStatus):
         """Return the content of config.json; without a digest, only if it is not ``to_resume`` the run."""
         found: dict[str, Any] = self.read_json("config.json")
         try:
-            return unseal(found, self._owner()) if to_resume or is_sealed(found) else found
+            return unseal(found, self.owner()) if to_resume or is_sealed(found) else found
         except ValueError as error:
             reason = f"{self.path / 'config.json'} cannot be used: {error}"
             raise RunError(f"{reason}; restore it, or start a new run") from None
 
-    def _owner(self) -> str:
+    def owner(self) -> str:
         """Return the run's identity; empty for an exported record, which has none and no digests either."""
         return self.identity() if (self.path / "identity").exists() else ""
 
@@ -227,7 +227,7 @@ class RunDirectory(RunStatus):
     def _recorded(self, offset: int = 0) -> RoundLog:
         path = self.path / "rounds.jsonl"
         with read_errors_as_run_error(path):
-            return read_records(path, self._owner(), offset) if path.exists() else RoundLog()
+            return read_records(path, self.owner(), offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Append the record of a finished round."""
@@ -239,14 +239,15 @@ class RunDirectory(RunStatus):
 
     def truncate_rounds(self, count: int) -> None:
         """Remove all records after the first ``count``, since a resumed run repeats the rounds after its checkpoint."""
-        found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
-        lines = "".join(json.dumps(seal(record, self.identity())) + "\n" for record in found)
+        kept = self._rounds_until(count)
+        lines = "".join(json.dumps(seal(record, self.identity())) + "\n" for record in kept)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
-    def _rounds_at_least(self, count: int, why: str) -> list[dict[str, Any]]:
+    def _rounds_until(self, checkpoint: int) -> list[dict[str, Any]]:
+        """Return the rounds up to that of the checkpoint; raise `RunError` if one is missing."""
         found = self._recorded()
-        self._refuse_fewer(found, count, why)
-        return found.records
+        self._refuse_fewer(found, checkpoint, f"the checkpoint is of round {checkpoint}")
+        return found.records[:checkpoint]
 
     def _refuse_fewer(self, found: RoundLog, count: int, why: str) -> None:
         if len(found.records) < count:
@@ -285,16 +286,13 @@ class RunDirectory(RunStatus):
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the last checkpoint, or ``None`` if there is none yet.
 
-        Raises
-        ------
-        RunError
-            If it is damaged; the error names the round of the checkpoint before it, from which the run can be resumed.
+        If it is damaged, `RunError` names the round of the checkpoint before it, from which the run can be resumed.
         """
         path, before = self.path / CHECKPOINT, self.path / PREVIOUS_CHECKPOINT
         if not path.exists() and not before.exists():
             return None
         try:
-            return read_checkpoint(path, self.identity())
+            return read_checkpoint(path, self.owner())
         except ValueError as error:
             previous = self.load_previous_checkpoint()
             advice = "start a new run"
@@ -307,7 +305,7 @@ class RunDirectory(RunStatus):
     def load_previous_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint before the last one, or ``None`` if there is none that can be read."""
         try:
-            return read_checkpoint(self.path / PREVIOUS_CHECKPOINT, self.identity())
+            return read_checkpoint(self.path / PREVIOUS_CHECKPOINT, self.owner())
         except ValueError:
             return None
 

@@ -80,10 +80,8 @@ def is_run(folder: Path) -> bool:
 
 def is_damaged_run(folder: Path) -> bool:
     """Return whether a folder was a run directory whose config.json is lost or unreadable."""
-    kept = [
-        name for name in ("config.json", "rounds.jsonl", "status.json", "summary.json") if (folder / name).is_file()
-    ]
-    return len(kept) >= _MIN_FILES and not is_run(folder)
+    names = ("config.json", "rounds.jsonl", "status.json", "summary.json")
+    return sum((folder / name).is_file() for name in names) >= _MIN_FILES and not is_run(folder)
 
 
 def holds_others_files(folder: Path) -> bool:

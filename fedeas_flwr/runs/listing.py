@@ -59,8 +59,8 @@ def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSE
     for folder in folders:
         try:
             found = is_run(folder) or is_damaged_run(folder)
-            folders = [] if found or not depth else [path for path in folder.iterdir() if path.is_dir()]
-            inside = sorted(path for path in folders if not path.is_symlink())
+            entries = () if found or not depth else folder.iterdir()
+            inside = sorted(path for path in entries if path.is_dir() and not path.is_symlink())
         except OSError as error:
             yield folder, error
             continue
@@ -92,19 +92,17 @@ def invalid_rounds_as_run_error(run: RunDirectory) -> Iterator[None]:
 def describe(run: RunDirectory) -> dict[str, Any]:
     """Return one run as a row; a damaged or unreadable run (of another version) has a row too."""
     files = [found for path in files_of_run(run.path) if (found := _stat(path))]
-    row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
-    row |= {"last_20": None, "final": None, "peak": None, "images": None, "missing_replies": None, "gaps": ""}
-    row["stopped"] = ""
+    unknown = dict.fromkeys(("rounds", "last_20", "final", "peak", "images", "missing_replies"))
+    row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, **unknown}
+    row |= {"gaps": "", "stopped": ""}
     try:
         row["rounds_done"] = len(run.rounds())
         config = run.config()
         row["rounds"] = config.rounds
         if summary := summarise_so_far(run, config):
-            row |= {key: summary.get(key) for key in ("last_20", "final", "peak")} | {
-                "images": summary["total_generated"]
-            }
-            row |= {"missing_replies": summary["failures"], "gaps": summary.get("gaps", "")}
-            row["stopped"] = summary.get("stopped", "")
+            row |= {key: summary.get(key) for key in ("last_20", "final", "peak")}
+            row |= {"images": summary["total_generated"], "missing_replies": summary["failures"]}
+            row |= {key: summary.get(key, "") for key in ("gaps", "stopped")}
     except RunError as error:
         could_be_read = row["rounds"] is not None or not is_run(run.path)
         row |= {"state": "damaged" if could_be_read else "unreadable", "error": str(error)}

@@ -130,12 +130,9 @@ class RunStatus:
             return []
 
     def state(self) -> str:
-        """Return the actual state: a killed run is still recorded as running, and an exported record has no status.
+        """Return running, elsewhere (running on another machine), interrupted, finished, failed or unknown.
 
-        Returns
-        -------
-        str
-            running, elsewhere (recorded as running on another machine), interrupted, finished, failed or unknown.
+        This is the actual state: a killed run is still recorded as running, and an exported record has no status.
         """
         status = self.status()[0]
         if status == "running" and not self.processes():

@@ -57,6 +57,12 @@ def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
     assert took < 2, f"{took:.1f} s"  # measured: 0.6 s
 
 
+def test_plan_accepts_the_relative_run_dir_of_a_run(tmp_path: Path) -> None:
+    for words in (["policy=none"], [QUICKSTART]):
+        done = run_in_process("plan", *words, "run-dir=runs/mine", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
 def test_plan_without_config_is_that_of_the_quickstart() -> None:
     bare, quickstart = run_in_process("plan"), run_in_process("plan", QUICKSTART)
     assert bare.stdout == quickstart.stdout and "893 samples" in bare.stdout

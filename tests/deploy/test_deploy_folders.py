@@ -25,6 +25,7 @@ from runners import run_in_process
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.deploy import certificates
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.deployment import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.node_folders import public_key, write_client_keys
@@ -134,6 +135,13 @@ def test_unwritable_folder_is_named_as_given(tmp_path: Path) -> None:
         *(2, ""),
         f"error: {tmp_path}/shut/lab: Permission denied\n",
     )
+
+
+def test_unreadable_deployment_is_not_called_missing(lab: Path) -> None:
+    (lab / "deployment.toml").chmod(0)
+    with ordinary_user():
+        done = run_in_process("deploy", "register", str(lab))
+    assert (done.returncode, done.stderr) == (2, f"error: {lab}/deployment.toml: Permission denied\n")
 
 
 def test_superlink_that_does_not_answer_is_a_problem(lab: Path) -> None:
@@ -297,11 +305,23 @@ def test_check_superlink_finds_each_fault(lab: Path, tmp_path: Path) -> None:
     folder = lab / "superlink"
     assert problems(check_superlink(folder, ("superlink.lab.example", "127.0.0.1"))) == []
     assert "it is not valid for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
+    key = (folder / "server.key").read_bytes()
     (folder / "server.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
-    assert problems(check_superlink(folder, ())) == ["server.key is not the key of server.crt"]
+    assert [f.text for f in check_superlink(folder, ())] == ["server.key is not the key of server.crt"]
+    (folder / "server.key").write_bytes(key)
     write_authority(tmp_path)
     (folder / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
     assert "do not fit together" in problems(check_superlink(folder, ()))[0]
+
+
+@pytest.mark.parametrize(("days", "states"), [(-0.01, ["problem"]), (20, ["note", "ok"]), (40, ["ok"])])
+def test_expired_certificate_is_not_ok(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, days: float, states: list[str]
+) -> None:
+    (lab / "superlink" / "server.key").unlink()
+    monkeypatch.setattr(certificates, "SERVER_DAYS", days)
+    certificates.write_server_certificate(lab / "ca", lab / "superlink", ("superlink.lab.example",))
+    assert [finding.state for finding in check_superlink(lab / "superlink", ())] == states
 
 
 def test_check_works_without_the_authoritys_key(lab: Path, tmp_path: Path) -> None:

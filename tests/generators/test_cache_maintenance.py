@@ -135,6 +135,7 @@ def test_parse_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parse_bytes(t, "x") for t in ("5", "1.5 kb", "20GB", "2GiB")] == [5, 1500, 20 * 10**9, 2**31]
     assert [parse_age(t, "x") for t in ("5s", "90m", "1.5h", "30d")] == [5, 5400, 5400, 30 * 86400]
     assert [show_bytes(n) for n in (999, 1500, 2 * 10**12)] == ["999 B", "1.5 KB", "2 TB"]
+    assert [show_bytes(n) for n in (999_499, 999_500, 10**15)] == ["999 KB", "1 MB", "1 PB"]
     with pytest.raises(ValueError, match="max-bytes = 'lots': must be a size such as 500MB"):
         parse_bytes("lots", "max-bytes")
     with pytest.raises(ValueError, match="older-than = '3 weeks': must be a time such as 90m"):

@@ -24,6 +24,7 @@ from fedeas_flwr.launch import progress
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import export
 
 
 def fedeas(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -67,6 +68,14 @@ def test_run_without_status_file_is_not_a_record(tmp_path: Path) -> None:
         (run.path / f"{name}.safetensors").unlink()
     with pytest.raises(RunError, match="is an exported record without weights"):
         run.load_model()
+
+
+def test_reading_a_record_writes_nothing(tmp_path: Path) -> None:
+    export(write_run(tmp_path / "a", [0.5]), tmp_path / "record")
+    record, files = RunDirectory(tmp_path / "record"), sorted((tmp_path / "record").iterdir())
+    with pytest.raises(RunError, match="no earlier checkpoint"):
+        record.return_to_previous_checkpoint()
+    assert sorted(record.path.iterdir()) == files
 
 
 def test_prune_rejects_damaged_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
