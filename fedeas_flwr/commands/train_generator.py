@@ -12,7 +12,7 @@ import typer
 from fedeas_flwr.commands.output import check_folder, console, print_line, reject_options
 from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.config import RunConfig, generator_config
+from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.config_files import read_config, read_values
 from fedeas_flwr.data.datasets import dataset_info
 
@@ -70,7 +70,7 @@ def train_generator(
     if federated is not None:
         names = {parameter.name for parameter in context.command.params} - {"overrides", "federated", "out"}
         reject_options(context, names, "a key of the run-config sets it with --federated")
-        config = _federated_config(federated, overrides or [])
+        config = federated_config(federated, overrides or [])
         start_in_own_folder(config.with_changes(run_dir=str(out.absolute())) if out else config)
         return
     if overrides:
@@ -132,8 +132,13 @@ def train_generator(
         print_line(console, line)
 
 
-def _federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the config of the training alone; the file may be that of a run that trains its generator first."""
-    if read_values(conf, overrides).get("generator") == "federated":
-        return generator_config(read_config(conf, overrides))
-    return read_config(conf, ["task=generator", "policy=none", *overrides])
+def federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the config of the training alone; the file may be that of a run that trains its generator first.
+
+    Overrides are for the training: with ``rounds=60`` it has 60 rounds, whatever the file says.
+    """
+    if read_values(conf).get("generator") != "federated":
+        return read_config(conf, ["task=generator", "policy=none", *overrides])
+    recipe = [word for word in overrides if word.startswith("generator-training.")]
+    training = generator_config(read_config(conf, recipe)).to_user_dict()
+    return parse_config(training | read_values(None, [word for word in overrides if word not in recipe]))

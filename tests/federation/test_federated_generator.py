@@ -14,6 +14,7 @@ from runners import CHEAP, SMALL, finish, quick, run_in_process, small, weights
 from waiting import LONG
 
 from fedeas_flwr import client_app
+from fedeas_flwr.commands.train_generator import federated_config
 from fedeas_flwr.common.errors import ConfigError, MessageError, RunError
 from fedeas_flwr.common.files import is_whole
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
@@ -105,6 +106,20 @@ def test_training_alone_gives_the_generator_of_the_run(
     alone = RunDirectory(tmp_path / "alone")
     assert alone.config().task == "generator" and len(alone.rounds()) == RECIPE["rounds"]
     assert weights(alone) == weights(training)
+
+
+def test_overrides_of_the_training_alone_have_an_effect(tmp_path: Path) -> None:
+    """`rounds` and `strategy` of a run that trains its generator first are the classifier's, but overrides are not."""
+    conf = tmp_path / "c.toml"
+    recipe = {"rounds": 5, "local-steps": 2, "batch-size": 4}
+    conf.write_text(tomli_w.dumps({"generator": "federated", "rounds": 9, "beta": 3.0, "generator-training": recipe}))
+    assert federated_config(conf, []).rounds == 5
+    changed = federated_config(conf, ["rounds=7", "strategy=fedavgm", "generator-training.local-steps=3", "seed=4"])
+    assert (changed.task, changed.rounds, changed.strategy, changed.seed) == ("generator", 7, "fedavgm", 4)
+    assert (changed.generator_training.local_steps, changed.generator_training.batch_size) == (3, 4)
+    assert federated_config(conf, ["generator-training.rounds=6"]).rounds == 6
+    with pytest.raises(ConfigError, match="policy = 'fedeas'"):
+        federated_config(conf, ["policy=fedeas"])
 
 
 @pytest.mark.parametrize("task", ["generator", pytest.param("classifier", marks=pytest.mark.slow)])
