@@ -422,7 +422,7 @@ def error_reply(message: Message, error: Exception | SystemExit) -> Message:
 
 def failure_reason(message: Message) -> str:
     """Return the reason of a failed reply in one line, and log all of it."""
-    reason = (message.error.reason or f"error {message.error.code}").strip()
+    reason = (message.error.reason or "").strip() or f"error {message.error.code}"
     log(ERROR, "node %d failed: %s", message.metadata.src_node_id, indented_lines(reason))
     lines = reason.splitlines()
     cause = lines[-1].removesuffix("'>") if "RayTaskError" in lines[0] else lines[0]  # Ray's traceback ends with it
