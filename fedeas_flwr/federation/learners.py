@@ -100,7 +100,7 @@ class Classifier:
 
     def central_test(self, config: RunConfig, device: str) -> Evaluate:
         """Return a function that computes accuracies and loss on the global test set."""
-        return central_test(config, config.clients, device)
+        return central_test(config, device)
 
     def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
         """Return accuracies over all images and over clients, and the loss."""

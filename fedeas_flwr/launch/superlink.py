@@ -186,7 +186,7 @@ def is_listening(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool = False) -> bool:
+def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool) -> bool:
     """Wait until this SuperLink listens on the port; return False if it exits, as it does if the port is taken."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
