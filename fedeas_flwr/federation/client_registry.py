@@ -44,7 +44,7 @@ class ClientRegistry:
         self.nodes = self.manager.nodes
         """Client → node."""
         self.refused: dict[int, str] = {}
-        """Client → why its reply to a matched policy was rejected; it generates nothing."""
+        """Client → why its reply to a matched policy was rejected; its share is empty."""
 
     def discover(self) -> int:
         """Wait for the clients to identify themselves; return their number."""

@@ -79,17 +79,19 @@ def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
 def max_parallel_clients(config: RunConfig) -> int:
     """Return the number of clients worth training in parallel on this GPU, at most those of a round."""
     most = config.num_sampled(config.clients) if config.clients else DEFAULT_PARALLEL_CLIENTS
+    default = min(most, DEFAULT_PARALLEL_CLIENTS)
     if not torch.cuda.is_available():  # `fedeas doctor` asks what a machine with a GPU would do
-        return min(most, DEFAULT_PARALLEL_CLIENTS)
-    path = _cache_file(config)
-    if path.name not in (failed := os.environ.get(_UNMEASURED, "").split()):
-        try:
-            return min(most, choose(_read_or_measure(config, path)))
-        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-            os.environ[_UNMEASURED] = " ".join([*failed, path.name])
-            default, reason = min(most, DEFAULT_PARALLEL_CLIENTS), _reason(error)
-            logger.warning("could not measure how many clients to train in parallel; using %d: %s", default, reason)
-    return min(most, DEFAULT_PARALLEL_CLIENTS)
+        return default
+    path, failed = _cache_file(config), os.environ.get(_UNMEASURED, "").split()
+    if path.name in failed:
+        return default
+    try:
+        return min(most, choose(_read_or_measure(config, path)))
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        os.environ[_UNMEASURED] = " ".join([*failed, path.name])
+        text = "could not measure how many clients to train in parallel; using %d: %s"
+        logger.warning(text, default, _reason(error))
+        return default
 
 
 def _reason(error: Exception) -> str:

@@ -177,9 +177,9 @@ class OomFallbackEngine:
                     self._problem = ""
                 return done
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) and not isinstance(error, CaptureError):
-                    raise
                 out_of_memory = is_out_of_memory(error)
+                if not (out_of_memory or isinstance(error, CaptureError)):
+                    raise
                 problem = "out of memory in training" if out_of_memory else "no CUDA graph of a training step"
                 if problem != self._problem:
                     self._problem, self._reason = problem, one_line(error)
