@@ -278,10 +278,12 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     Raises
     ------
     RunError
-        If fewer clients reply than `min-replies` requires, or none has test images.
+        If no client is online, fewer reply than `min-replies` requires, or none has test images.
     ProcessesDiedError
         If too few replied and client processes died.
     """
+    if not nodes:
+        raise RunError("evaluation: no client is online")
     model, buffers = map(to_record, state.result())
     questions = [messages.evaluate_message(node, model, buffers, config.task) for node in nodes.values()]
     replies = deliver(grid, questions, config.round_timeout)
