@@ -163,17 +163,19 @@ def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 
     labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
     free, engines, rates, taken = _free(device), list[Engine](), dict[int, float](), 0
     start = read_state(build_network(config))
+
+    def train(engine: Engine) -> None:
+        engine.train(*start, images, labels, np.random.default_rng(0))
+
     for count in counts:
         while len(engines) < count:
             engines.append(build_engine(config, device, CROSS_ENTROPY, rank=len(engines)))
-            engines[-1].train(
-                *start, images, labels, np.random.default_rng(0)
-            )  # captures CUDA graphs and allocates buffers
+            train(engines[-1])  # captures CUDA graphs and allocates buffers
             taken = taken or max(1, free - _free(device))  # another process may have freed more
         with ThreadPoolExecutor(count) as pool:
             for _ in range(_PASSES):
                 began = time.perf_counter()
-                list(pool.map(lambda e: e.train(*start, images, labels, np.random.default_rng(0)), engines))
+                list(pool.map(train, engines))
                 rate = count * samples * _EPOCHS / (time.perf_counter() - began)
                 rates[count] = max(rate, rates.get(count, 0.0))
     return {"images_per_second": rates, "bytes_a_client": taken, "bytes_free": free}
