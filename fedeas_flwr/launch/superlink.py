@@ -169,7 +169,7 @@ def run_flwr_json(
     try:
         return dict(json.loads(brace + rest))
     except json.JSONDecodeError:
-        return {"error-message": one_line(done.stderr or done.stdout, 300)}
+        return {"error-message": one_line(done.stderr or done.stdout, 300) or f"code {done.returncode}"}
 
 
 def free_port() -> int:
