@@ -75,7 +75,7 @@ class BareLoop:
     def __init__(self, config: RunConfig, workers: int) -> None:
         self.config, self.device = config, configure_torch(config.device, config.precision)
         self.data = federated_data(config, config.clients)
-        self.test = central_test(config, config.clients, self.device)
+        self.test = central_test(config, self.device)
         self._own = threading.local()
         self._workers = workers
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

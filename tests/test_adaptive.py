@@ -221,6 +221,14 @@ def test_every_part_is_spent_to_the_unit(tmp_path: Path, policy: str) -> None:
         assert (after >= before).all() and (client_state(run, client, 4).part, before.sum()) == (3, after.sum())
 
 
+def test_generator_is_needed_until_all_clients_have_their_last_part(tmp_path: Path) -> None:
+    config = config_of(tmp_path, participation=1.0)
+    made, rounds = federation(config, app_that(lambda *_: False, [])), []
+    made.on_generation_done = lambda: rounds.append(made._round_in_progress)
+    made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
+    assert rounds == [3, 4]
+
+
 def test_clients_not_sampled_catch_up_when_they_train(tmp_path: Path) -> None:
     run = finish(config := config_of(tmp_path, participation=0.34, rounds=12))
     trained = {client for record in run.rounds() for client in record["clients"] if record["round"] >= 3}

@@ -52,6 +52,11 @@ def test_per_client_plans_equal_the_federations_plan(counts: IntArray, settings:
         assert np.array_equal(planned, allocate(counts, name, **keys, total=total, round=1))
 
 
+def test_plan_of_round_0_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^round=0: must be at least 1$"):
+        allocate([[3, 0]], "fedeas-in-parts", beta=6.0, round=0)
+
+
 @given(tables(), policy_settings)
 def test_max_total_and_max_reply_are_never_exceeded(counts: IntArray, settings: PolicySettings) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())

@@ -44,7 +44,7 @@ class ClientRegistry:
         self.nodes = self.manager.nodes
         """Client → node."""
         self.refused: dict[int, str] = {}
-        """Client → why its reply to a matched policy was rejected; it generates nothing."""
+        """Client → why its reply to a matched policy was rejected; its share is empty."""
 
     def discover(self) -> int:
         """Wait for the clients to identify themselves; return their number."""
@@ -109,14 +109,8 @@ class ClientRegistry:
         except MessageError as error:
             raise RunError(f"invalid reply to the question '{disclosure.question}': {error}") from None
         size = sum(array.nbytes for array in expected.values())
-        log(
-            INFO,
-            "%s = true: %d clients disclosed %s (%d bytes each)",
-            disclosure.key,
-            len(found),
-            disclosure.what,
-            size,
-        )
+        text = "%s = true: %d clients disclosed %s (%d bytes each)"
+        log(INFO, text, disclosure.key, len(found), disclosure.what, size)
 
     def _query(self, questions: Sequence[Message]) -> list[Message]:
         """Send queries and return the replies in the same order; raise `RunError` unless every client replies."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
-from fedeas_flwr.common.npy import Arrays, is_tensor, to_numpy
+from fedeas_flwr.common.npy import Arrays, is_tensor
 
 _BLOCK = 2**15
 """Number of elements per client in one block. In float64, the blocks of ten clients fit into the CPU's cache."""
@@ -88,8 +88,7 @@ def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.fl
         base, *rows = (torch.cat([state[key].reshape(-1) for key in keys]).double() for state in (start, *ends))
         deltas = torch.stack([base - row for row in rows])
         products = products + deltas @ deltas.T
-    found: NDArray[np.float64] = to_numpy({"products": products})["products"]
-    return found
+    return np.asarray(products.cpu(), dtype=np.float64)
 
 
 def _key_groups(start: Arrays, clients: int) -> Iterator[list[str]]:

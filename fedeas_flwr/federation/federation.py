@@ -60,9 +60,9 @@ class Federation:
     training
         Runs one training round at a time.
     on_generation_done, before_checkpoint, on_round_end
-        Functions to call: after every client has generated its images, after a round that gets a checkpoint, and with
-        the record of each round. The second one returns a function that is called just before the checkpoint, while the
-        next round trains. The last one may return why this round should be the run's last.
+        Functions to call: after every client has generated all its images, after a round that gets a checkpoint, and
+        with the record of each round. The second one returns a function that is called just before the checkpoint,
+        while the next round trains. The last one may return why this round should be the run's last.
     stopped
         Why the run ends after the last recorded round, whatever `rounds` is; empty if it goes on.
     """
@@ -135,6 +135,7 @@ class Federation:
         """Train, evaluate and record round by round; return the state after the last recorded round."""
         gc.freeze()  # what exists by now, such as modules, is not searched for garbage in every round
         consecutive_failures, startup = 0, {STARTUP: self.run.seconds_since_start()}
+        last_part = self.config.find_policy().parts[-1]
         with BackgroundTask() as background:
             while state.round < self.config.rounds and not self.stopped:
                 self._round_in_progress, bought = state.round + 1, None
@@ -150,7 +151,7 @@ class Federation:
                     log(WARNING, "%s; the model is unchanged", error)
                     state = replace(state, round=state.round + 1, shares=self.clients.shares_to_keep())
                     outcome = RoundOutcome([], error.failures, {})
-                if state.generated.keys() >= self.clients.nodes.keys():
+                if all(state.accepted.get(client, 0) >= last_part for client in self.clients.nodes):
                     self.on_generation_done()
                 outcome.seconds["end_wait"] = background.wait()  # for the previous round
                 gc.collect()  # its models: Flower's `array_records` is a view of a message that is in a reference cycle
@@ -277,10 +278,12 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     Raises
     ------
     RunError
-        If fewer clients reply than `min-replies` requires, or none has test images.
+        If no client is online, fewer reply than `min-replies` requires, or none has test images.
     ProcessesDiedError
         If too few replied and client processes died.
     """
+    if not nodes:
+        raise RunError("evaluation: no client is online")
     model, buffers = map(to_record, state.result())
     questions = [messages.evaluate_message(node, model, buffers, config.task) for node in nodes.values()]
     replies = deliver(grid, questions, config.round_timeout)

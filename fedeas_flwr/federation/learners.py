@@ -1,6 +1,6 @@
 """What a federation trains (`task`): a classifier, or the denoiser of a diffusion model.
 
-`find_learner` is the only place that decides by `task`. A learner has the initial state, a client's training and
+`find_learner` is the only place that decides by `task`. Both learners have the initial state, a client's training and
 evaluation, the server's evaluation, the scores of a round, and what is written at the end.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,36 +43,6 @@ class Trained(NamedTuple):
     algorithm: ClientAlgorithmResult
 
 
-class Learner(Protocol):
-    """What a federation trains."""
-
-    def initial_state(self, config: RunConfig) -> tuple[Arrays, Arrays]:
-        """Return the trainable arrays and the buffers before the first round."""
-        ...
-
-    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
-        """Train on a client's images, whose labels are `ClientRound.labels`."""
-        ...
-
-    def evaluate(
-        self, config: RunConfig, data: FederatedData, node: Node, device: str, trainable: State, buffers: State
-    ) -> EvaluateReport:
-        """Evaluate a model on the images that a client does not train on."""
-        ...
-
-    def central_test(self, config: RunConfig, device: str) -> Evaluate:
-        """Return a function that evaluates a model on the server's test set."""
-        ...
-
-    def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
-        """Return a round's scores from the clients' evaluations, at least one, each with images."""
-        ...
-
-    def finish(self, config: RunConfig, run: RunDirectory) -> None:
-        """Write what a finished run leaves in addition to its model."""
-        ...
-
-
 class Classifier:
     """A network that is trained with the objective of the strategy's client part, and tested by its accuracy."""
 
@@ -84,7 +54,7 @@ class Classifier:
         return split_state(build_network(config))
 
     def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
-        """Train with the algorithm's objective."""
+        """Train on a client's images, whose labels are `ClientRound.labels`, with the algorithm's objective."""
         config, algorithm = task.config, client_part(task.config)
         task = replace(task, steps=local_training_config(config).steps(len(task.labels)))
         # Not for plain cross-entropy: for a custom dataset it looks for changed files.
@@ -130,7 +100,7 @@ class Classifier:
 
     def central_test(self, config: RunConfig, device: str) -> Evaluate:
         """Return a function that computes accuracies and loss on the global test set."""
-        return central_test(config, config.clients, device)
+        return central_test(config, device)
 
     def scores(self, reports: Sequence[EvaluateReport]) -> dict[str, Any]:
         """Return accuracies over all images and over clients, and the loss."""
@@ -211,6 +181,6 @@ class Denoiser:
 CLASSIFIER, DENOISER = Classifier(), Denoiser()
 
 
-def find_learner(config: RunConfig) -> Learner:
+def find_learner(config: RunConfig) -> Classifier | Denoiser:
     """Return what the run trains."""
     return DENOISER if config.task == "generator" else CLASSIFIER

@@ -79,7 +79,7 @@ def _whole(name: str, low: int = 0, high: int = 2**53) -> _Key:
 
 
 def _number(name: str) -> _Key:
-    """Return a key whose value is within the range of float32, so that no weighted sum of such numbers overflows."""
+    """Return a key with a limit far below the largest float, so that no weighted sum of such numbers overflows."""
     return _Key(name, lambda v: type(v) in (int, float) and abs(v) <= 1e39, "a number from -1e+39 to 1e+39")
 
 
@@ -93,14 +93,17 @@ def _on_wire(*keys: _Key, build: Callable[..., Any] = lambda value: value) -> di
 
 
 _Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport | AugmentTask")
+_Record = TypeVar("_Record", bound=MutableMapping[str, Any])
 
 
-def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport | AugmentTask) -> None:
+def _write(record: _Record, values: TrainTask | TrainReport | EvaluateReport | AugmentTask) -> _Record:
+    """Add every field to a record and return it."""
     for item in fields(values):
         value = getattr(values, item.name)
         parts = astuple(value) if is_dataclass(value) else (value,)  # type: ignore[arg-type]
         for key, part in zip(item.metadata["keys"], parts, strict=True):
             record[key.name] = part
+    return record
 
 
 def _read(cls: type[_Values], record: Mapping[str, Any]) -> _Values:
@@ -279,9 +282,7 @@ def add_task(
     ``generator`` has the weights of the run's generator, for a client that does not have it yet.
     """
     content = RecordDict(dict(message.content.items()))
-    config = ConfigRecord(dict(_config(message).items()))
-    _write(config, task)
-    content[CONFIG] = config
+    content[CONFIG] = _write(ConfigRecord(dict(_config(message).items())), task)
     content[BUFFERS], content[EXTRA] = buffers, extra
     if generator is not None:
         content[_GENERATOR] = generator
@@ -322,8 +323,7 @@ def train_reply(
     message: Message, report: TrainReport, trainable: Arrays, buffers: Arrays, extra: Mapping[str, Any]
 ) -> Message:
     """Build a client's reply to a train message, with a record of extra arrays if there are any."""
-    metrics = MetricRecord()
-    _write(metrics, report)
+    metrics = _write(MetricRecord(), report)
     records = {ARRAYS: to_record(trainable), BUFFERS: to_record(buffers), METRICS: metrics}
     if extra:
         records[EXTRA] = to_record(extra)
@@ -373,9 +373,7 @@ def read_trained(message: Message) -> str:
 
 def evaluate_reply(message: Message, report: EvaluateReport) -> Message:
     """Build a client's reply to an evaluate message."""
-    metrics = MetricRecord()
-    _write(metrics, report)
-    return Message(RecordDict({METRICS: metrics}), reply_to=message)
+    return Message(RecordDict({METRICS: _write(MetricRecord(), report)}), reply_to=message)
 
 
 def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
@@ -398,8 +396,7 @@ def add_augment_task(message: Message, task: AugmentTask) -> None:
     records = message.content.config_records
     name = next(iter(records), CONFIG)
     config = ConfigRecord(dict(records[name].items()) if records else {})  # a copy: nodes may share the strategy's
-    _write(config, task)
-    message.content = RecordDict({**message.content, name: config})
+    message.content = RecordDict({**message.content, name: _write(config, task)})
 
 
 def read_augment_task(message: Message) -> AugmentTask:
@@ -422,7 +419,7 @@ def error_reply(message: Message, error: Exception | SystemExit) -> Message:
 
 def failure_reason(message: Message) -> str:
     """Return the reason of a failed reply in one line, and log all of it."""
-    reason = (message.error.reason or f"error {message.error.code}").strip()
+    reason = (message.error.reason or "").strip() or f"error {message.error.code}"
     log(ERROR, "node %d failed: %s", message.metadata.src_node_id, indented_lines(reason))
     lines = reason.splitlines()
     cause = lines[-1].removesuffix("'>") if "RayTaskError" in lines[0] else lines[0]  # Ray's traceback ends with it

@@ -107,7 +107,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     if len(sharing) < 2:
         yield lambda config: {}
         return
-    from fedeas_flwr.launch.resources import max_parallel_clients
+    from fedeas_flwr.launch.resources import clients_at_once
 
     # A short path: the daemon creates Unix sockets below it, whose paths may have at most 107 characters.
     with (
@@ -115,8 +115,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
         shared_gpu(Path(folder), os.environ, at_once) as own,
     ):
         for config in sharing:
-            if not config.actors:
-                max_parallel_clients(config)
+            clients_at_once(config, on_gpu=True)
         yield lambda config: own if own and may_share_gpu(config) else {}
 
 

@@ -216,14 +216,9 @@ def ensure_digits_generator(console: Console) -> None:
 
 def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     """Evaluate a finished run's model on the global test set and return the scores."""
-    from fedeas_flwr.training.evaluation import central_test
-
     config = run.config()
     arrays = run.load_model()
     run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     device = configure_torch(config.device, config.precision)
-    if config.task == "generator":
-        return find_learner(config).central_test(config, device)(arrays, {})
-    trainable, buffers = split_state(trained_network(run))
-    test = central_test(config, config.clients, device)
-    return test(trainable, buffers)
+    state = (arrays, {}) if config.task == "generator" else split_state(trained_network(run))
+    return find_learner(config).central_test(config, device)(*state)

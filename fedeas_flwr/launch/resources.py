@@ -79,17 +79,19 @@ def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
 def max_parallel_clients(config: RunConfig) -> int:
     """Return the number of clients worth training in parallel on this GPU, at most those of a round."""
     most = config.num_sampled(config.clients) if config.clients else DEFAULT_PARALLEL_CLIENTS
+    default = min(most, DEFAULT_PARALLEL_CLIENTS)
     if not torch.cuda.is_available():  # `fedeas doctor` asks what a machine with a GPU would do
-        return min(most, DEFAULT_PARALLEL_CLIENTS)
-    path = _cache_file(config)
-    if path.name not in (failed := os.environ.get(_UNMEASURED, "").split()):
-        try:
-            return min(most, choose(_read_or_measure(config, path)))
-        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-            os.environ[_UNMEASURED] = " ".join([*failed, path.name])
-            default, reason = min(most, DEFAULT_PARALLEL_CLIENTS), _reason(error)
-            logger.warning("could not measure how many clients to train in parallel; using %d: %s", default, reason)
-    return min(most, DEFAULT_PARALLEL_CLIENTS)
+        return default
+    path, failed = _cache_file(config), os.environ.get(_UNMEASURED, "").split()
+    if path.name in failed:
+        return default
+    try:
+        return min(most, choose(_read_or_measure(config, path)))
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        os.environ[_UNMEASURED] = " ".join([*failed, path.name])
+        text = "could not measure how many clients to train in parallel; using %d: %s"
+        logger.warning(text, default, _reason(error))
+        return default
 
 
 def _reason(error: Exception) -> str:
@@ -161,17 +163,19 @@ def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 
     labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
     free, engines, rates, taken = _free(device), list[Engine](), dict[int, float](), 0
     start = read_state(build_network(config))
+
+    def train(engine: Engine) -> None:
+        engine.train(*start, images, labels, np.random.default_rng(0))
+
     for count in counts:
         while len(engines) < count:
             engines.append(build_engine(config, device, CROSS_ENTROPY, rank=len(engines)))
-            engines[-1].train(
-                *start, images, labels, np.random.default_rng(0)
-            )  # captures CUDA graphs and allocates buffers
+            train(engines[-1])  # captures CUDA graphs and allocates buffers
             taken = taken or max(1, free - _free(device))  # another process may have freed more
         with ThreadPoolExecutor(count) as pool:
             for _ in range(_PASSES):
                 began = time.perf_counter()
-                list(pool.map(lambda e: e.train(*start, images, labels, np.random.default_rng(0)), engines))
+                list(pool.map(train, engines))
                 rate = count * samples * _EPOCHS / (time.perf_counter() - began)
                 rates[count] = max(rate, rates.get(count, 0.0))
     return {"images_per_second": rates, "bytes_a_client": taken, "bytes_free": free}

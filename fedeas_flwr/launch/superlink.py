@@ -159,15 +159,17 @@ def _spawn_superlink(
 def run_flwr_json(
     words: list[str], environment: dict[str, str], folder: Path, within: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run a command of Flower's command line, after the words ``within``, and return its JSON output."""
+    """Run a command of Flower's command line, after the words ``within``, and return its JSON output.
+
+    Without one, return what it printed instead as ``error-message``.
+    """
     command, own = [*within, "flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
     done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
-    start = done.stdout.find("{")
+    _, brace, rest = done.stdout.partition("{")
     try:
-        return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
+        return dict(json.loads(brace + rest))
     except json.JSONDecodeError:
-        text = one_line(done.stderr or done.stdout, 300)
-        raise RunFailedError(f"flwr {words[0]} answered: {text}") from None
+        return {"error-message": one_line(done.stderr or done.stdout, 300) or f"code {done.returncode}"}
 
 
 def free_port() -> int:
@@ -184,7 +186,7 @@ def is_listening(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool = False) -> bool:
+def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool) -> bool:
     """Wait until this SuperLink listens on the port; return False if it exits, as it does if the port is taken."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:

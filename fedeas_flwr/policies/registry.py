@@ -94,6 +94,8 @@ def allocate(
     under an adaptive one it is what clients would buy if all classes had the same score.
     """
     counts = checked_counts(counts)
+    if round is not None and round < 1:
+        raise ValueError(f"round={round}: must be at least 1")
     if isinstance(policy, str) and policy not in REFERENCES and policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}, or a policy")
     rule = POLICIES.get(policy, policy) if isinstance(policy, str) else policy

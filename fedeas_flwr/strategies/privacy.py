@@ -23,7 +23,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.fedavg import FedAvg
 from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, encoded, to_in_process
 
-WRAPPERS: dict[str, Any] = {
+WRAPPERS: dict[str, Callable[..., flower.Strategy]] = {
     "server-fixed": flower.DifferentialPrivacyServerSideFixedClipping,
     "server-adaptive": flower.DifferentialPrivacyServerSideAdaptiveClipping,
     "client-fixed": flower.DifferentialPrivacyClientSideFixedClipping,
@@ -58,10 +58,7 @@ def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strateg
         )
     sampled = config.num_sampled(config.clients)
     if config.dp in ("server-fixed", "client-fixed"):
-        fixed: flower.Strategy = WRAPPERS[config.dp](
-            strategy, config.dp_noise_multiplier, config.dp_clipping_norm, sampled
-        )
-        return fixed
+        return WRAPPERS[config.dp](strategy, config.dp_noise_multiplier, config.dp_clipping_norm, sampled)
     count_noise = config.dp_count_noise or sampled / 20  # Andrew et al. 2021, as Flower's own default
     if config.dp_noise_multiplier >= 2 * count_noise:
         raise ConfigError(
@@ -79,9 +76,8 @@ def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strateg
     )
     # C ← C·exp(−η(b − γ)) is for b = the fraction of updates that were *not* clipped (Andrew et al. 2021, Algorithm 1).
     # Flower 1.41 counts the clipped ones, so its norm moves away from the quantile; the opposite sign corrects it.
-    adaptive.clip_norm_lr = -config.dp_clip_rate
-    wrapped: flower.Strategy = adaptive
-    return wrapped
+    adaptive.clip_norm_lr = -config.dp_clip_rate  # type: ignore[attr-defined]
+    return adaptive
 
 
 def describe_noise(config: RunConfig, trainable: Arrays) -> str:

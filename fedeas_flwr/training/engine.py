@@ -105,11 +105,17 @@ class Engine(Protocol):
         ...
 
 
-def check_state(state: Mapping[str, torch.Tensor], given: State) -> None:
-    """Raise ValueError unless the names, shapes and dtypes of a state are those of the model's.
+def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
+    """Copy a state, arrays or tensors, into a model (or its state dict) in place.
 
-    torch would silently broadcast a smaller array and round a float counter.
+    Raises
+    ------
+    ValueError
+        Unless names, shapes and dtypes are the model's: torch would broadcast a smaller array and round a float counter
+        silently.
     """
+    given = {**trainable, **buffers}
+    state = model.state_dict() if isinstance(model, nn.Module) else model
     if given.keys() != state.keys():
         raise ValueError(f"state: the names differ from the model's: {sorted(given.keys() ^ state.keys())[:3]}")
     for key, tensor in state.items():
@@ -118,12 +124,6 @@ def check_state(state: Mapping[str, torch.Tensor], given: State) -> None:
             expected = f"{own} {list(tensor.shape)}"
             raise ValueError(f"state: {key} is {dtype} {list(given[key].shape)}; the model needs {expected}")
 
-
-def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
-    """Copy a state, arrays or tensors, into a model (or its state dict) in place; raise as `check_state` before."""
-    given = {**trainable, **buffers}
-    state = model.state_dict() if isinstance(model, nn.Module) else model
-    check_state(state, given)
     # Copy first: arrays from a message may be read-only, and torch warns of those.
     sources = [a if isinstance(a, torch.Tensor) else torch.from_numpy(np.array(a)) for a in map(given.get, state)]
     with torch.no_grad():

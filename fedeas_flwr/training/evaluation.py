@@ -35,7 +35,9 @@ class Evaluation:
 
     accuracy: float
     balanced_accuracy: float
+    """Mean of the class accuracies, over the classes that have test images."""
     per_class_accuracy: list[float | None]
+    """None for a class without test images."""
     loss: float
     correct: int
     examples: int
@@ -79,7 +81,7 @@ class Evaluator:
     ) -> None:
         self._model, self._images, self._labels, self._normalise = model.eval(), images, labels, normalise
         self._state, self._stream = model.state_dict(), stream
-        self._examples = torch.bincount(labels, minlength=num_classes).cpu().numpy()
+        self._examples = torch.bincount(labels, minlength=num_classes).tolist()
         clients = torch.arange(len(client_sizes)).repeat_interleave(torch.tensor(client_sizes, dtype=torch.long))
         # What the correct predictions are counted by: the image's class, and then its client.
         self._groups = [labels, clients.to(labels.device) + num_classes] if client_sizes else [labels]
@@ -97,10 +99,11 @@ class Evaluator:
             *counts, loss = self._result.tolist()  # waits for the GPU
         correct, classes, examples = [int(count) for count in counts], len(self._examples), len(self._labels)
         total = sum(correct[:classes])
-        by_class = per_class_accuracy(correct[:classes], self._examples.tolist())
+        by_class = [c / n if n else None for c, n in zip(correct[:classes], self._examples, strict=True)]
+        tested = [accuracy for accuracy in by_class if accuracy is not None]
         return Evaluation(
             accuracy=total / max(examples, 1),
-            balanced_accuracy=balanced_accuracy(by_class),
+            balanced_accuracy=float(np.mean(tested)) if tested else 0.0,
             per_class_accuracy=by_class,
             loss=loss / max(examples, 1),
             correct=total,
@@ -154,9 +157,9 @@ def evaluate_each(
     return torch.cat(loss), torch.cat(predicted)
 
 
-def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
+def central_test(config: RunConfig, device: str) -> Evaluate:
     """Return a function that evaluates a model state on the global test set."""
-    data = federated_data(config, clients)
+    data = federated_data(config, config.clients)
     images, labels = (torch.tensor(array, device=device) for array in data.global_test())
     sizes = data.test_sizes()
     model = build_network(config).to(device)
@@ -199,14 +202,3 @@ def client_scores(counts: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
         "worst_tenth_accuracy": sum(accuracies[client] for client in tenth) / len(tenth),
         "worst_client": worst[0],
     }
-
-
-def per_class_accuracy(correct: Sequence[int], examples: Sequence[int]) -> list[float | None]:
-    """Return the accuracy of each class; None for a class without test images."""
-    return [float(c / n) if n else None for c, n in zip(correct, examples, strict=True)]
-
-
-def balanced_accuracy(per_class: Sequence[float | None]) -> float:
-    """Return the mean of the class accuracies, over the classes that have test images."""
-    tested = [a for a in per_class if a is not None]
-    return float(np.mean(tested)) if tested else 0.0

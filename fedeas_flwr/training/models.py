@@ -223,19 +223,9 @@ def _check_output(model: nn.Module, name: str, num_classes: int, image_shape: Im
 
 
 def split_state(model: nn.Module) -> tuple[State, State]:
-    """Copy a model's state into NumPy arrays, trained parameters apart from all others.
+    """Return copies of a model's trained parameters and of its buffers, in NumPy arrays.
 
-    Parameters
-    ----------
-    model
-        Any module.
-
-    Returns
-    -------
-    trainable : dict of str to array
-        The parameters that require a gradient.
-    buffers : dict of str to array
-        The rest of the state dict, with its dtypes: statistics, integer counters, frozen parameters.
+    Buffers are the rest of the state dict, with its dtypes: statistics, integer counters, frozen parameters.
     """
     trainable: State = {}
     buffers: State = {}
@@ -257,14 +247,8 @@ def trained_names(model: nn.Module) -> set[str]:
 def uses_rng(model: nn.Module, images: torch.Tensor) -> bool:
     """Return whether a network draws random numbers in training, in layers or by functions such as dropout's.
 
-    It runs one forward pass. The generators and the network's buffers stay unchanged.
-
-    Parameters
-    ----------
-    model
-        The network; it is left in training mode.
-    images
-        Normalised images ``[2, C, H, W]`` of any content, on the model's device.
+    It runs one forward pass on two normalised images of any content. The generators and the network's buffers stay
+    unchanged; the network is left in training mode.
     """
     devices = [images.device] if images.is_cuda else []
     with drawing, torch.random.fork_rng(devices):

@@ -151,8 +151,9 @@ class OomFallbackEngine:
     """
 
     def __init__(self, first: FallbackLevel, fallbacks: Callable[[bool], Sequence[FallbackLevel]]) -> None:
-        self._mode, build = first
-        self._engine, self._list_fallbacks = build(), fallbacks
+        self._mode, self._build = first
+        self._engine: Engine | None = self._build()
+        self._list_fallbacks = fallbacks
         self._fallbacks: list[FallbackLevel] | None = None
         self._problem = self._reason = ""
 
@@ -169,15 +170,16 @@ class OomFallbackEngine:
         start: Any = batches.bit_generator.state
         while True:
             try:
+                self._engine = self._engine or self._build()  # building may also run out of memory
                 done = self._engine.train(trainable, buffers, images, labels, batches, inputs)
                 if self._problem:
                     logger.warning("%s (%s); from here on %s", self._problem, self._reason, self._mode)
                     self._problem = ""
                 return done
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) and not isinstance(error, CaptureError):
-                    raise
                 out_of_memory = is_out_of_memory(error)
+                if not (out_of_memory or isinstance(error, CaptureError)):
+                    raise
                 problem = "out of memory in training" if out_of_memory else "no CUDA graph of a training step"
                 if problem != self._problem:
                     self._problem, self._reason = problem, one_line(error)
@@ -189,9 +191,8 @@ class OomFallbackEngine:
         self._fallbacks = list(self._list_fallbacks(out_of_memory)) if self._fallbacks is None else self._fallbacks
         if not self._fallbacks:
             raise RuntimeError(f"batch-size: no memory to train even {self._mode} ({self._reason}); make it smaller")
-        self._mode, build = self._fallbacks.pop(0)
-        del self._engine
+        self._mode, self._build = self._fallbacks.pop(0)
+        self._engine = None
         gc.collect()
         if torch.cuda.is_available():
             release_cached_memory()
-        self._engine = build()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -135,7 +135,11 @@ class FakeEngine:
 
 def log_of_training(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Train a client twice with an engine whose first one or two levels fail; return the log messages."""
-    less = [("eagerly", lambda: FakeEngine(second)), ("block by block", FakeEngine)]
+    return log_of_levels(first, lambda: FakeEngine(second), caplog)
+
+
+def log_of_levels(first: Exception, eager: Callable[[], FakeEngine], caplog: pytest.LogCaptureFixture) -> list[str]:
+    less = [("eagerly", eager), ("block by block", FakeEngine)]
     engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: FakeEngine(first)), lambda _: less)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         for _ in range(2):
@@ -151,6 +155,15 @@ def test_network_that_cannot_be_captured_trains_eagerly(caplog: pytest.LogCaptur
 
 def test_out_of_memory_after_a_failed_capture_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert log_of_training(CaptureError("it looks at a number"), torch.OutOfMemoryError("none left"), caplog) == [
+        "out of memory in training (none left); from here on block by block"
+    ]
+
+
+def test_level_without_memory_to_build_it_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    def full() -> FakeEngine:
+        raise torch.OutOfMemoryError("none left for the weights")
+
+    assert log_of_levels(torch.OutOfMemoryError("none left"), full, caplog) == [
         "out of memory in training (none left); from here on block by block"
     ]
 

@@ -118,6 +118,8 @@ def test_evaluation_without_live_processes_raises_processes_died(tmp_path: Path)
     made = federation(tmp_path, toy_app(), DeadPool)
     with pytest.raises(ProcessesDiedError, match=r"evaluation: 3 of 3 clients failed .* it died"):
         evaluate_on_clients(made.grid, made.config, made.clients.nodes, START)
+    with pytest.raises(RunError, match=r"^evaluation: no client is online$"):
+        evaluate_on_clients(made.grid, made.config, {}, START)
 
 
 def test_error_raised_by_a_client_is_not_retried(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_port_of_another_process_is_not_our_superlinks() -> None:
         assert superlink.is_listening(port)
         assert processes.listens(os.getpid(), port)
         ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-        assert not superlink._is_ready(ours, port)
+        assert not superlink._is_ready(ours, port, isolated=False)
         assert ours.wait() == 0
 
 

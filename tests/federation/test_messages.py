@@ -243,6 +243,8 @@ def test_error_reply_has_one_line_and_the_traceback() -> None:
     traceback = "<class 'ray.exceptions.RayTaskError(E)'>:<'ray::run()\n  File x\nValueError: no query function'>"
     under_ray = Message(Error(code=3, reason=traceback), reply_to=request())
     assert messages.failure_reason(under_ray) == "ValueError: no query function"
+    blank = Message(Error(code=3, reason=" \n"), reply_to=request())
+    assert messages.failure_reason(blank) == "error 3"
 
 
 HOSTILE = "evil\n2026-01-01 00:00:00 INFO client 1 won\x1b[2J" + 5000 * "x"

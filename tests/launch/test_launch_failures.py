@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -28,6 +29,14 @@ def test_missing_flower_command_is_refused_before_the_run(tmp_path: Path, monkey
     with pytest.raises(RunFailedError, match=r"^flower-superlink is missing: .*python -m pip install"):
         prepare.check_config(quick(tmp_path / "r", policy="none", backend="ray"))
     assert not (tmp_path / "r").exists()
+
+
+def test_reason_why_a_flower_command_crashed_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flwr").write_text("#!/bin/sh\necho 'ImportError: no flwr' >&2\nexit 1\n")
+    (tmp_path / "flwr").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    answer = superlink.run_flwr_json(["run"], dict(os.environ), tmp_path)
+    assert answer == {"error-message": "ImportError: no flwr"}
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "flwr"), RunFailedError("no SuperLink")])

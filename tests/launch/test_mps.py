@@ -16,6 +16,7 @@ from waiting import LONG
 from fedeas_flwr.common import devices
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.processes import MARK, ProcessTree, with_variable
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.launch import mps, resources, sweep_jobs
 from fedeas_flwr.launch.mps import LOG, PIPE, QUEUES, shared_gpu
 from fedeas_flwr.launch.sweep import SweepRun, make_sweep
@@ -234,6 +235,12 @@ def test_runs_of_a_sweep_share_one_daemon(on_a_gpu: list[int], tmp_path: Path) -
     assert calls(tmp_path) == ["start", "quit"]
     assert (tmp_path / "calls").read_text().split() == ["start", pipe, "quit", pipe]
     assert on_a_gpu == [1, 2, 3], "not all runs were measured before the first one started"
+
+
+def test_sweep_that_trains_generators_measures_nothing(on_a_gpu: list[int]) -> None:
+    configs = [parse_config({"task": "generator", "policy": "none", "clients": 4, "seed": seed}) for seed in (1, 2)]
+    with mps.gpu_shared_by(configs, 2) as variables:
+        assert variables(configs[0]) and on_a_gpu == []
 
 
 @pytest.mark.parametrize(
