@@ -1,4 +1,4 @@
 """Callbacks of a run (`callbacks = "tensorboard, early-stop(target=0.8)"`), one file for each built-in one.
 
-Other packages use `open_callbacks` and `Callbacks`. A custom callback may use `StopRun`.
+A custom callback may use `StopRun`.
 """
