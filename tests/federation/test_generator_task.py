@@ -25,7 +25,7 @@ from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import trainer as trainer_module
-from fedeas_flwr.generators.learn.denoiser import MOMENTS, step_seed
+from fedeas_flwr.generators.learn.denoiser import BETAS, MOMENTS, rate_factor, step_seed
 from fedeas_flwr.generators.learn.federated import (
     WEIGHTS,
     DenoiserPool,
@@ -148,6 +148,29 @@ def test_without_averaged_moments_only_weights_are_sent(tmp_path: Path) -> None:
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.buffers == {}
     assert "sent its weights, 2.5 MB" in (run.path / "generator" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("sent", ["both", "second", "neither"])
+def test_a_local_step_is_adams_with_the_moments_that_were_sent(tmp_path: Path, sent: str) -> None:
+    """A moment that starts at 0 in every round is corrected for the steps of the round, an averaged one for all."""
+    config = tiny(
+        tmp_path, {"average-moments": sent, "local-steps": 1, "held-out": 0.0}, rounds=9, evaluation="central"
+    )
+    (start, buffers), preset, number = initial_state(config), federated_preset(config), 5
+    rng = np.random.default_rng(0)
+    given = {moment: rng.uniform(1e-6, 1e-4, start[WEIGHTS].shape).astype(np.float32) for moment in buffers}
+    images, labels = torch.from_numpy(rng.integers(0, 256, (6, 8, 8, 1), dtype=np.uint8)), torch.arange(6)
+    denoiser = LocalDenoiser(config, "cpu")
+    _, trained, kept = denoiser.train(start, given, images, labels, number, 0)
+    gradient = torch.cat([weight.grad.reshape(-1) for weight in denoiser._weights]).double().numpy()
+    moments = []
+    for moment, beta, new in zip(MOMENTS, BETAS, (gradient, gradient**2), strict=True):
+        average = beta * np.asarray(given.get(moment, 0.0), dtype=np.float64) + (1 - beta) * new
+        moments.append(average / (1 - beta ** (number if moment in given else 1)))
+        assert moment not in given or np.allclose(kept[moment], average, rtol=1e-4, atol=1e-8)
+    rate = preset.learning_rate * rate_factor(preset, number - 1, (number - 1) / config.rounds)
+    step = rate * moments[0] / (np.sqrt(moments[1]) + 1e-8)
+    assert np.allclose(start[WEIGHTS] - np.asarray(trained[WEIGHTS]), step, rtol=0, atol=5e-7)  # steps are up to 1e-3
 
 
 def test_evaluation_every_few_rounds_leaves_the_weights_unchanged(tmp_path: Path) -> None:

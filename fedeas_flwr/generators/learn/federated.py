@@ -181,7 +181,7 @@ class LocalDenoiser:
                 torch._foreach_add_(self._steps, float(first))
 
             def step(index: int) -> None:
-                self._set_rate(first + index)
+                self._set_rate(first, index)
                 self._generator.manual_seed(step_seed(self._config.seed, number, client, index))
                 batch = self._loss.random_batch(images, labels, self._preset.batch, self._generator)
                 for kept, drawn in zip(self._batch, batch, strict=True):
@@ -208,9 +208,13 @@ class LocalDenoiser:
                 losses.append(self._loss.of_each_image(self._unet, clean, labels[part], generator).cpu())
         return float(torch.cat(losses).sum()) / max(len(labels), 1)
 
-    def _set_rate(self, step: int) -> None:
-        total = self._config.rounds * self._config.generator_training.local_steps
-        rate = self._preset.learning_rate * rate_factor(self._preset, step, step / total)
+    def _set_rate(self, first: int, index: int) -> None:
+        recipe, step = self._config.generator_training, first + index
+        done = step / (self._config.rounds * recipe.local_steps)
+        rate = self._preset.learning_rate * rate_factor(self._preset, step, done)
+        if recipe.average_moments == "second":
+            # Adam corrects both moments for all steps, but the first moment has seen only those of this round.
+            rate *= (1 - BETAS[0] ** (step + 1)) / (1 - BETAS[0] ** (index + 1))
         group = self._adam.param_groups[0]
         if self._stream is None:
             group["lr"] = rate
