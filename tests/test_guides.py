@@ -94,7 +94,7 @@ def test_gpu_guide_uses_existing_commands_options_and_keys() -> None:
         if words[0] in ("run", "doctor", "sweep"):
             given = [word for word in words[2:] if re.fullmatch(r"[a-z-]+=[^,]*", word)]
             config = read_config(ROOT / words[1], given)
-            assert words[1].startswith(f"conf/{config.dataset}-k") and config.generates
+            assert words[1].startswith(f"conf/{config.dataset}-") and config.generates
 
 
 @pytest.mark.parametrize("name", ["first-run.md", "reading-a-report.md", "your-own-data-and-generator.md"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,21 +71,30 @@ def test_watchdog_kills_processes_of_a_killed_launcher(number: int, tmp_path: Pa
     wait_until(lambda: not folder.exists() and not watchdogs_of(folder), "the folder and the watchdog are gone")
 
 
-def test_watchdog_does_nothing_after_a_clean_exit(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
-        with pytest.raises(ZeroDivisionError), watchdog(root.pid, "no-mark", tmp_path):
-            raise ZeroDivisionError
-        assert root.poll() is None and tmp_path.exists() and not watchdogs_of(tmp_path)
-        with watchdog(root.pid, "no-mark", tmp_path):
-            assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(watchdogs_of(tmp_path)[0])
-        root.kill()
+@pytest.fixture
+def root() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        yield process
+        process.kill()
 
 
-def test_killed_watchdog_is_no_error(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
-        with watchdog(root.pid, "no-mark", tmp_path):
-            watchdogs_of(tmp_path)[0].kill()
-        root.kill()
+def only_watchdog_of(folder: Path) -> psutil.Process:
+    wait_until(lambda: watchdogs_of(folder), "it has its command line, which a new process gets late")
+    (found,) = watchdogs_of(folder)
+    return found
+
+
+def test_watchdog_does_nothing_after_a_clean_exit(tmp_path: Path, root: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(ZeroDivisionError), watchdog(root.pid, "no-mark", tmp_path):
+        raise ZeroDivisionError
+    assert root.poll() is None and tmp_path.exists() and not watchdogs_of(tmp_path)
+    with watchdog(root.pid, "no-mark", tmp_path):
+        assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(only_watchdog_of(tmp_path))
+
+
+def test_killed_watchdog_is_no_error(tmp_path: Path, root: subprocess.Popen[bytes]) -> None:
+    with watchdog(root.pid, "no-mark", tmp_path):
+        only_watchdog_of(tmp_path).kill()
 
 
 DEAD_LAUNCHER = """
