@@ -31,7 +31,7 @@ from fedeas_flwr.generators.learn import run, verdict
 from fedeas_flwr.generators.learn import trainer as trainer_module
 from fedeas_flwr.generators.learn.denoiser import loss_weights, rate_factor
 from fedeas_flwr.generators.learn.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
-from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator
+from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator, write_checkpoint
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer
 from fedeas_flwr.generators.learn.verdict import Verdict
 
@@ -229,6 +229,19 @@ def test_invalid_training_settings_are_rejected_in_one_line(tmp_path: Path) -> N
         train_generator("digits", tmp_path / "other", TINY, resume=True)
     with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
         find_preset("large", "cifar10", "cpu")
+
+
+def test_checkpoint_of_weights_that_are_not_finite_is_not_written(tmp_path: Path, digits: Dataset) -> None:
+    """The loss is looked at only now and then, so it may not have shown this yet."""
+    trainer, path = Trainer(TINY, digits), tmp_path / CHECKPOINT
+    trainer.run(steps=1)
+    write_checkpoint(path, trainer, {})
+    before = path.read_bytes()
+    with torch.no_grad():
+        next(trainer.unet.parameters()).view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match="weights: not finite at step 1; --resume continues from the last checkpoint"):
+        write_checkpoint(path, trainer, {})
+    assert path.read_bytes() == before
 
 
 def test_resumed_training_keeps_its_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short
 from fedeas_flwr.generators.diffusion.model_folder import VERDICT
 from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.presets import Preset
-from fedeas_flwr.generators.learn.trainer import Progress, Trainer, TrainingState
+from fedeas_flwr.generators.learn.trainer import FROM_CHECKPOINT, Progress, Trainer, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
 from fedeas_flwr.generators.learn.verdict import Verdict, judge
 
@@ -196,8 +196,11 @@ def _first_of_each_class(dataset: Dataset, images: int) -> Dataset:
 
 
 def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> None:
-    """Write a checkpoint for `read_checkpoint` atomically."""
-    write_checked(path, {"identity": identity, "diary": asdict(trainer.state)}, trainer.tensors(), _OWNER)
+    """Write a checkpoint for `read_checkpoint` atomically; keep the one before if the weights are not finite."""
+    tensors = trainer.tensors()
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise ValueError(f"weights: not finite at step {trainer.state.step}; {FROM_CHECKPOINT}")
+    write_checked(path, {"identity": identity, "diary": asdict(trainer.state)}, tensors, _OWNER)
 
 
 def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainingState]:

@@ -36,6 +36,8 @@ from fedeas_flwr.generators.learn.presets import Preset
 
 logger = logging.getLogger(__name__)
 
+FROM_CHECKPOINT = "--resume continues from the last checkpoint"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -177,7 +179,7 @@ class Trainer:
         loss = float(torch.stack(losses).mean())
         losses.clear()
         if not math.isfinite(loss):
-            raise ValueError(f"loss: {loss} at step {self.state.step}; --resume continues from the last checkpoint")
+            raise ValueError(f"loss: {loss} at step {self.state.step}; {FROM_CHECKPOINT}")
         self.state.curve.append((self.state.step, loss))
         return loss
 
