@@ -126,7 +126,7 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         warn_without_gpu_share(device)
     with shared_generator(federation, config, run, device):
         federation.clients.plan()
-        counts = planned_counts(config, config.clients) if is_simulated(grid) else None
+        counts = planned_counts(config) if is_simulated(grid) else None
         log(INFO, "Plan: %s", describe_plan(config, counts))
         test = learner.central_test(config, device) if config.evaluation == "central" else None
         run.truncate_rounds(start.round)

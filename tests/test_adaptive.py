@@ -192,7 +192,7 @@ def bought_in(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 
 def fedeas_total(config: RunConfig) -> int:
-    return int(allocate(planned_counts(config, config.clients), "fedeas", beta=config.beta).sum())
+    return int(allocate(planned_counts(config), "fedeas", beta=config.beta).sum())
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "fedeas-in-parts"])
@@ -206,7 +206,7 @@ def test_one_part_is_fedeas_bit_for_bit(tmp_path: Path, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["adaptive", "adaptive-disagreement"])
 def test_every_part_is_spent_to_the_unit(tmp_path: Path, policy: str) -> None:
     run = finish(config := config_of(tmp_path, policy=policy, participation=1.0))
-    total, first = fedeas_total(config), int(allocate(planned_counts(config, 3), "fedeas", beta=3.0).sum())
+    total, first = fedeas_total(config), int(allocate(planned_counts(config), "fedeas", beta=3.0).sum())
     found = bought_in(run)
     assert list(found) == [2, 3] and [sum(item["clients"].values()) for item in found.values()] == [
         (total - first) // 2,
@@ -352,7 +352,7 @@ def test_all_clients_rejected_keep_their_first_parts(tmp_path: Path) -> None:
     made = federation(config, app_that(lambda *_: False, []))
     made.clients.shares.update(dict.fromkeys(range(3), EMPTY_SHARE))
     made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
-    first = allocate(planned_counts(config, 3), "fedeas", beta=3.0).sum()
+    first = allocate(planned_counts(config), "fedeas", beta=3.0).sum()
     assert not bought_in(made.run) and [record["generated"] for record in made.run.rounds()] == [first] * 4
 
 
@@ -373,7 +373,7 @@ def test_late_client_has_a_first_part_and_may_buy(tmp_path: Path) -> None:
     made = federation(config, app_that(lambda *_: False, []))
     del made.clients.shares[2]  # as of a client that joined after the total was split
     made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
-    counts = planned_counts(config, 3)
+    counts = planned_counts(config)
     whole, first = (allocate(counts, "fedeas", beta=beta).sum(axis=1) for beta in (6.0, 3.0))
     assert made.run.rounds()[-1]["generated"] == whole[:2].sum() + first[2]
     assert "2" in bought_in(made.run)[2]["clients"]
@@ -387,7 +387,7 @@ def test_false_count_costs_only_that_client_its_images(tmp_path: Path, monkeypat
         return found + 10**9 if question == "price" and view.counts.sum() == largest else found
 
     config = config_of(tmp_path, participation=1.0, min_replies=0.5)
-    largest = planned_counts(config, 3).sum(axis=1).max()
+    largest = planned_counts(config).sum(axis=1).max()
     monkeypatch.setattr(Adaptive, "reply", boast)
     run = fit(config, app_that(lambda *_: False, []))
     assert all(len(item["clients"]) == 2 for item in bought_in(run).values())

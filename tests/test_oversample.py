@@ -86,7 +86,7 @@ def test_images_are_repeated_evenly() -> None:
 
 def test_client_trains_on_its_images_and_their_copies() -> None:
     config = quick(Path("/nowhere"), policy="oversample", beta=8.0)
-    data, counts = federated_data(config, 4), planned_counts(config, 4)
+    data, counts = federated_data(config, 4), planned_counts(config)
     for client, copies in enumerate(oversample(counts, 8.0)):
         node = read_node({"partition-id": client, "num-partitions": 4})
         found = local_images(config, data, node, (0,) * 10, tuple(copies.tolist()), "", "", "cpu")
@@ -124,7 +124,7 @@ def test_copies_do_not_change_a_clients_weight(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(messages, "train_reply", noted)
     config = quick(tmp_path / "run", policy="oversample", beta=8.0, participation=1.0, rounds=1)
     finish(config)
-    counts = planned_counts(config, 4)
+    counts = planned_counts(config)
     copies = oversample(counts, 8.0)
     assert {r.client: r.examples for r in sent} == dict(enumerate(counts.sum(axis=1)))
     assert {r.client: r.steps for r in sent} == {

@@ -74,7 +74,7 @@ def test_every_policy_keeps_its_promises(name: str, counts: IntArray, beta: floa
 @pytest.mark.parametrize("name", OWN)
 def test_clients_generate_what_the_plan_says(tmp_path: Path, digits_generator: Path, name: str) -> None:
     run = finish(config := quick(tmp_path / "r", **{**KEYS, "rounds": 3}, policy=name))
-    planned = planned_allocation(config, planned_counts(config, 2))
+    planned = planned_allocation(config, planned_counts(config))
     assert run.summary()["total_generated"] == planned.sum() > 0
     assert [client_state(run, client, 3).generate for client in range(2)] == [tuple(row) for row in planned.tolist()]
 
@@ -84,7 +84,7 @@ def test_built_in_policy_is_one_class_and_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(POLICIES, "nameless", load_policy("users_policies:up_to", "most=3"))
     bank = black_bank(tmp_path / "bank.npz", [20] * 10)
     run = finish(config := quick(tmp_path / "r", **KEYS, policy="nameless", generator=bank))
-    expected = np.maximum(3 - planned_counts(config, 2), 0).sum()
+    expected = np.maximum(3 - planned_counts(config), 0).sum()
     words = [f"{key.replace('_', '-')}={value}" for key, value in KEYS.items() if key != "beta"]
     plan = json.loads(run_in_process("plan", "policy=nameless", *words, "--format", "json").stdout)
     assert run.summary()["total_generated"] == plan["total"] == expected > 0
@@ -103,7 +103,7 @@ def test_arguments_reach_the_policy() -> None:
 def test_second_part_extends_the_first_and_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**KEYS, "policy": "users_policies:TwoParts", "generator": black_bank(tmp_path / "b.npz", [20] * 10)}
     run = finish(config := quick(tmp_path / "r", **{**keys, "rounds": 4}))
-    counts = planned_counts(config, 2)
+    counts = planned_counts(config)
     first, second = (np.maximum(level - counts, 0).sum() for level in (2, 4))
     assert [record["generated"] for record in run.rounds()] == [first, first, second, second] and first < second
     assert planned_allocation(config, counts).sum() == second

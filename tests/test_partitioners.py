@@ -76,7 +76,7 @@ def test_partitioner_is_planned_and_run_alike(name: str, protocol: str) -> None:
     data = federated_data(config, 4)
     everything = np.concatenate([*data.partition.train, *data.partition.test])
     assert np.unique(everything).size == everything.size >= 900
-    assert np.array_equal(data.counts(), planned_counts(config, 4))
+    assert np.array_equal(data.counts(), planned_counts(config))
     assert all(len(mine) > 0 for mine in data.partition.test) == (protocol == "paper")
 
 

@@ -120,7 +120,7 @@ def plan(
         if not config.clients:
             raise ConfigError("clients = 0: a plan needs the number of clients, such as clients=10")
         classes, names = dataset_info(config.dataset).classes, []
-        found = planned_counts(config, config.clients, show_tries(Console(stderr=True)))
+        found = planned_counts(config, show_tries(Console(stderr=True)))
     choice, chosen_beta, strict_mean = None, config.beta, not config.printed_rule
     if limits.given():
         speed = batch_speed(config, found.shape[1]) if max_seconds is not None else None

@@ -128,7 +128,7 @@ def _counts(config: RunConfig) -> IntArray:
 def _cached_counts(config: RunConfig, origin: str) -> IntArray:
     from fedeas_flwr.planning.run_plan import planned_counts
 
-    return planned_counts(config, config.clients, keep=False)
+    return planned_counts(config, keep=False)
 
 
 def check_last_batches(config: RunConfig) -> Iterable[Finding]:

@@ -55,7 +55,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         run.check_ready(config)
         if config.resume:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
-    counts = planned_counts(config, config.clients, show_tries(console))
+    counts = planned_counts(config, show_tries(console))
     check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
     trainable, _ = find_learner(config).initial_state(config)
@@ -130,15 +130,15 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
-        planned_counts(config, config.clients, show_tries(console))
+        planned_counts(config, show_tries(console))
     for config in _differing(configs, *_PARTITION_KEYS, *_PLAN_KEYS):
-        check_own_policy(config, planned_counts(config, config.clients))
+        check_own_policy(config, planned_counts(config))
     with_bank = [config for config in generating if config.generator_spec.kind == "bank"]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
         users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
         for config in _differing(users, *_PARTITION_KEYS, *_PLAN_KEYS):
-            check_bank_covers_plan(config, planned_counts(config, config.clients), opened)
+            check_bank_covers_plan(config, planned_counts(config), opened)
 
 
 _GENERATOR_KEYS = (

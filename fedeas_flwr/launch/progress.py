@@ -94,7 +94,7 @@ class GenerationProgress:
     def __init__(self, config: RunConfig) -> None:
         self._about, self._seed = describe_generator(with_folder(config)), config.seed
         self._cache = ImageCache()
-        self._planned = planned_images(config, planned_counts(config, config.clients)).tolist()
+        self._planned = planned_images(config, planned_counts(config)).tolist()
         self.total = sum(map(sum, self._planned))
 
     def left(self) -> int:

@@ -17,9 +17,7 @@ from fedeas_flwr.policies.own import check_policy, probe_counts
 from fedeas_flwr.policies.registry import POLICIES, allocate, settings_of
 
 
-def planned_counts(
-    config: RunConfig, clients: int, progress: Callable[[int], None] | None = None, *, keep: bool = True
-) -> Labels:
+def planned_counts(config: RunConfig, progress: Callable[[int], None] | None = None, *, keep: bool = True) -> Labels:
     """Return the label counts of a run's clients; with ``keep`` the partition is stored in the user's cache."""
     if is_own(config.dataset):
         labels = partitioned_labels(open_dataset(config.dataset), config.protocol)
@@ -28,7 +26,7 @@ def planned_counts(
     partition = make_partition(
         labels,
         config.protocol,
-        clients,
+        config.clients,
         config.alpha,
         config.partition_seed,
         cache_root() if keep else None,

@@ -47,7 +47,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         if any("bought" in record for member in group.members for record in member.rounds):
             continue  # no plan: clients chose the classes during the run (purchases.py)
         try:
-            counts = planned_counts(config, config.clients)
+            counts = planned_counts(config)
             generated = planned_allocation(config, counts) if config.generates else None
         except (OSError, ValueError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")

@@ -78,7 +78,7 @@ def _by_class(member: Member, records: Sequence[dict[str, Any]]) -> IntArray | N
     assert isinstance(policy, Adaptive)
     try:
         owner = member.run.owner()
-        counts = planned_counts(config, config.clients)
+        counts = planned_counts(config)
         bought, totals = Counter[int](), []
         for number, record in [(1, {}), *((record["round"], record["bought"]["clients"]) for record in records)]:
             bought.update({int(client): images for client, images in record.items()})

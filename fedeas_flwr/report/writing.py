@@ -59,7 +59,7 @@ def print_comparison(groups: Sequence[Group], console: Console) -> None:
 def comparison_figure(groups: Sequence[Group]) -> Figure:
     """Draw the counts and the allocation of the first policy with budgets as heat maps next to the accuracy curves."""
     planned = next(group for group in groups if isinstance(POLICIES.get(group.config.policy), FillToBudget)).config
-    counts = planned_counts(planned, planned.clients)
+    counts = planned_counts(planned)
     generated, classes = planned_allocation(planned, counts), dataset_info(planned.dataset).classes
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.45])

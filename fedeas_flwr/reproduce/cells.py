@@ -246,7 +246,7 @@ class Cell:
 def matched_beta(place: Column, scale: str, gamma: float) -> float:
     """Return the largest β, to six digits, at which the rule with another exponent spends at most FedEAS's total."""
     config = parse_config({**place.keys(scale), "policy": "none"})
-    counts = planned_counts(config, config.clients)
+    counts = planned_counts(config)
     total = BudgetPath(counts).at(config.beta).images
     path = BudgetPath(counts, gamma=gamma)
     beta = bisect_last_true(lambda value: path.at(value).images <= total, path.end)

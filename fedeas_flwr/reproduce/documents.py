@@ -180,7 +180,7 @@ class InlineNumbers:
             return factor * float(json.loads((self._folder(name) / "report.json").read_text())[key])
         if statistic == "removed":
             config = matching(name)[0].config(self._scale, 1)
-            counts = planned_counts(config, config.clients)
+            counts = planned_counts(config)
             return 100 * removed(counts, planned_allocation(config, counts))
         if statistic in ("paper", "paper-peak"):
             published = (last_20_of if statistic == "paper" else peak_of)(self._results, name).paper

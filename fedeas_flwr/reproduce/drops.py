@@ -48,7 +48,7 @@ def _rounds(runs: Sequence[Measured]) -> FloatArray:
     rows = []
     for run in runs:
         config, dropped = run.config, accuracy_drops(run.accuracies)
-        counts = planned_counts(config, config.clients)
+        counts = planned_counts(config)
         held, real = counts + planned_allocation(config, counts), counts.sum(axis=1)
         sizes = held.sum(axis=1)
         labels, ends_with_two = held / sizes[:, None], sizes % config.batch_size == 2

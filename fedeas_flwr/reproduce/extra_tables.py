@@ -78,7 +78,7 @@ def _negative_gain(results: Results) -> Value:
     """Count Uniform's images of negative gain, from its plan alone."""
     name = f"{BETA_SWEEP_COLUMN}/uniform"
     config = cell(name).config(results.scale, 1)
-    counts = planned_counts(config, config.clients)
+    counts = planned_counts(config)
     ours = float(negative_gain_samples(counts, planned_allocation(config, counts)))
     return Value(name, "images of negative gain", (ours,), (), paper.NEGATIVE_GAIN, 0, results.scale == "full")
 
@@ -126,7 +126,7 @@ def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Return clients with images of their own and with the same ones; the paper does not say which it had."""
 
     def distinct(config: RunConfig, end: str) -> str:
-        return f"{count_distinct_images(config, planned_counts(config, config.clients)):,}"
+        return f"{count_distinct_images(config, planned_counts(config)):,}"
 
     labels = {
         "no": "of each client's own",
@@ -168,7 +168,7 @@ def rule_table(results: Results) -> Table:
     for method in cells.RULES:
         one = cell(f"{DEFAULT_COLUMN}/{method}")
         config, last, budget = one.config(results.scale, 1), last_20_of(results, one.name), budget_of(results, one.name)
-        counts = planned_counts(config, config.clients)
+        counts = planned_counts(config)
         plan = planned_allocation(config, counts)
         label = "FedEAS, γ = 0.5 (the paper's)" if method == "fedeas" else one.method.label
         beta = f"{config.beta:g}" if config.policy == "fedeas" else NONE

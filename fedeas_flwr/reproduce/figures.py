@@ -67,7 +67,7 @@ def setting_of(results: Results) -> Setting:
     """Return the federation of the figures."""
     config = cell(f"{BETA_SWEEP_COLUMN}/fedeas").config(results.scale, 1)
     betas = [cell(f"{BETA_SWEEP_COLUMN}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
-    return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
+    return Setting(results, config, BudgetPath(planned_counts(config)), betas)
 
 
 def _pair(first: str, second: str) -> tuple[Figure, Axes, Axes]:

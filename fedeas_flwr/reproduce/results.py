@@ -74,7 +74,7 @@ class Measured:
 
     def planned_images(self) -> int:
         """Return the number of images that the policy plans for the clients that took part."""
-        plan = planned_allocation(self.config, planned_counts(self.config, self.config.clients))
+        plan = planned_allocation(self.config, planned_counts(self.config))
         return int(plan[sorted(self.clients)].sum())
 
 

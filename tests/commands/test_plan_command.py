@@ -103,7 +103,7 @@ def test_plan_of_a_config_is_what_its_clients_compute(
     made = [images_to_generate(policy, replace(view, shares=[shares[k]]))[0].tolist() for k, view in enumerate(views)]
     plan = json.loads(run_in_process("plan", str(conf), *words, "--format", "json").stdout)
     assert [client["generate"] for client in plan["clients"]] == made
-    assert plan["total"] == int(planned_images(config, planned_counts(config, config.clients)).sum())
+    assert plan["total"] == int(planned_images(config, planned_counts(config)).sum())
     assert (plan["beta"], plan["total"]) == (config.beta if "total=1000" not in words else None, np.sum(made))
 
 

@@ -210,7 +210,7 @@ def test_false_plan_reply_costs_only_that_client_its_share(tmp_path: Path, false
     made.clients.discover()
     made.clients.plan()
     assert list(made.clients.refused) == [1]
-    counts = planned_counts(config, 4)
+    counts = planned_counts(config)
     honest = [0, 2, 3]
     total = allocate(counts[honest], "fedeas", beta=4.0).sum()
     if false_reply == "count":  # its total was accepted before its count was rejected

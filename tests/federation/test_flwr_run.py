@@ -166,7 +166,7 @@ def test_run_logs_keys_without_effect_its_plan_and_its_result(
     lines = [record.getMessage() for record in said.records]
     assert devices == ["cpu"], "the clients' GPU shares were not checked"
     assert any(line.startswith("backend = 'inline': no effect with `flwr run`") for line in lines)
-    planned = planned_allocation(parse_config(values), planned_counts(parse_config(values), 4)).sum()
+    planned = planned_allocation(parse_config(values), planned_counts(parse_config(values))).sum()
     assert f"Plan: policy oversample, β = 4: {planned} synthetic images for 4 clients" in lines
     assert re.fullmatch(
         rf"Result: accuracy [\d.]+ % after 2 rounds \(peak [\d.]+ % in round [12]\), 0 images generated; "

@@ -51,7 +51,7 @@ def test_limited_node_scales_its_plan_and_others_keep_theirs(
     tmp_path: Path, limit_nodes: Any, keys: dict[str, Any], policy: str
 ) -> None:
     config = quick(tmp_path / "r", policy=policy, **keys)
-    planned = planned_allocation(config, planned_counts(config, 4)).tolist()
+    planned = planned_allocation(config, planned_counts(config)).tolist()
     limit_nodes({1: {"max-images": 7}, 3: {"generate": "no"}})
     run = finish(config)
     assert plans(run) == [planned[0], scale_down(planned[1], 7), planned[2], [0] * 10]
@@ -97,7 +97,7 @@ def test_report_says_how_many_images_were_not_made_where(
     tmp_path: Path, limit_nodes: Any, keys: dict[str, Any]
 ) -> None:
     config = quick(tmp_path / "r", **keys)
-    planned = planned_allocation(config, planned_counts(config, 4)).sum(axis=1).tolist()
+    planned = planned_allocation(config, planned_counts(config)).sum(axis=1).tolist()
     limit_nodes({1: {"max-images": 7}, 3: {"generate": "no"}})
     run = finish(config)
     lost = {1: planned[1] - 7, 3: planned[3]}

@@ -53,7 +53,7 @@ def test_own_generators_images_are_trained_on_and_cached(tmp_path: Path) -> None
     seed = int.from_bytes(os.urandom(3), "big")  # a cache kept between sessions has no images of it
     keys = {"generator": "users_generators:Stripes", "participation": 1.0, "rounds": 2, "seed": seed}
     run = finish(config := quick(tmp_path / "r", **keys))
-    planned = int(planned_allocation(config, planned_counts(config, 4)).sum())
+    planned = int(planned_allocation(config, planned_counts(config)).sum())
     assert [record["made"] for record in run.rounds()] == [planned, 0] and planned > 0
     again = finish(quick(tmp_path / "again", **keys))
     assert [record["made"] for record in again.rounds()] == [0, 0]

@@ -75,7 +75,7 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
     # Full balance needs thousands of images unless the clients are nearly balanced.
     config = quick(tmp_path / policy, **keys, **({"alpha": 5.0} if policy == "full-balance" else {"beta": beta}))
     run = finish(config)
-    counts = planned_counts(config, 4)
+    counts = planned_counts(config)
     expected = allocate(counts, config.find_policy(), beta=beta)
     assert run.summary()["total_generated"] == expected.sum() > 0
     for client in range(4):
@@ -90,7 +90,7 @@ def test_clients_apply_the_configured_rule(tmp_path: Path, printed_rule: bool) -
     bank = black_bank(tmp_path / "bank.npz", [200] * 10)
     keys = {"clients": 2, "participation": 1.0, "rounds": 1, "local_epochs": 1, "generator": bank, "beta": 40.0}
     config = quick(tmp_path / "r", printed_rule=printed_rule, **keys)
-    counts = planned_counts(config, 2)
+    counts = planned_counts(config)
     expected, other = (fedeas(counts, 40.0, strict_mean=strict) for strict in (not printed_rule, printed_rule))
     assert expected.sum() != other.sum()
     assert planned_allocation(config, counts).tolist() == expected.tolist()
@@ -135,7 +135,7 @@ def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_gene
     seed = int.from_bytes(os.urandom(3), "big")
     config = quick(tmp_path / "own", participation=1.0, rounds=1, seed=seed, **CHEAP)
     own = finish(config)
-    plan = allocate(planned_counts(config, config.clients), "fedeas", beta=config.beta)
+    plan = allocate(planned_counts(config), "fedeas", beta=config.beta)
     shared = finish(config.with_changes(run_dir=str(tmp_path / "shared"), shared_images="by-class"))
     assert shared.summary()["total_generated"] == own.summary()["total_generated"] == plan.sum()
     beyond = np.maximum(plan.max(axis=0) - plan[0], 0).sum()  # client 0's images were there already

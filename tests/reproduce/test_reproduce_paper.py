@@ -110,7 +110,7 @@ GENERATING = [
 def test_cell_plans_exactly_the_papers_number_of_images(name: str) -> None:
     one = cell(name)
     config = one.config("full", 1)
-    counts = planned_counts(config, config.clients)
+    counts = planned_counts(config)
     plan = allocate(counts, config.policy, beta=config.beta, gamma=config.gamma)
     assert plan.sum() == paper.images(one.method.name, one.column.name)
 
@@ -119,7 +119,7 @@ def test_other_policies_spend_at_most_the_total_of_fedeas() -> None:
     totals = {}
     for method in RULES:
         config = cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1)
-        plan = allocate(planned_counts(config, 100), config.policy, beta=config.beta, gamma=config.gamma)
+        plan = allocate(planned_counts(config), config.policy, beta=config.beta, gamma=config.gamma)
         totals[method] = int(plan.sum())
     assert totals["fedeas"] == totals["waterfill"] == 33_650
     assert all(33_640 <= total <= 33_650 for total in totals.values())
@@ -133,7 +133,7 @@ def test_number_of_distinct_shared_images() -> None:
     different = {}
     for place, method, end in variants(SHARED):
         config = cell(f"{place}/{method}{end}").config("full", 1)
-        counts = planned_counts(config, config.clients)
+        counts = planned_counts(config)
         total = paper.images(method, place)
         assert allocate(counts, config.policy, beta=config.beta).sum() == total
         different[place, method, end] = count_distinct_images(config, counts)
