@@ -20,6 +20,7 @@ from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.runs.listing import portable_config
 from fedeas_flwr.training.build import build_engine, build_network, local_training_config
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
@@ -65,7 +66,7 @@ def main() -> None:
     device = configure_torch(options.device, "fp32")
     rows = measure(config, device, [int(word) for word in options.clients.split(",")])
     print(table(rows))
-    write_record(options.out, device, config.to_user_dict(), rows)
+    write_record(options.out, device, portable_config(config), rows)
 
 
 if __name__ == "__main__":

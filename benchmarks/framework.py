@@ -51,6 +51,7 @@ from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.launch.run import launch
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import portable_config
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.registry import client_part
@@ -268,9 +269,10 @@ def main() -> None:
     if options.small:
         options.rounds, options.repeats = 3, 1
     if options.config:
-        models = {options.config.stem: read_config(options.config, options.set).to_user_dict()}
+        config = read_config(options.config, options.set)
+        models, recorded = {options.config.stem: config.to_user_dict()}, {options.config.stem: portable_config(config)}
     else:
-        models = SMALL if options.small else MODELS
+        models = recorded = SMALL if options.small else MODELS
     let_children_import_models()
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -280,7 +282,7 @@ def main() -> None:
             os.environ.update(stack.enter_context(shared_gpu(folder, os.environ, 1)))
         for name, keys in models.items():
             rows += compare(name, keys, options, folder)
-    setting = {**ALWAYS, "models": models, "rounds": options.rounds, "repeats": options.repeats}
+    setting = {**ALWAYS, "models": recorded, "rounds": options.rounds, "repeats": options.repeats}
     write_record(options.out, options.device, setting, rows)
     print(table(rows))
 

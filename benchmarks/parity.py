@@ -23,6 +23,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.runs.listing import portable_config
 from fedeas_flwr.training.build import build_engine, build_network, local_training_config
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import Engine, read_state
@@ -120,7 +121,7 @@ def main() -> None:
     for epochs in map(int, options.epochs.split(",")):
         rows += compare(base.with_changes(local_epochs=epochs), device)
     print(table(rows))
-    write_record(options.out, device, base.to_user_dict(), rows)
+    write_record(options.out, device, portable_config(base), rows)
 
 
 if __name__ == "__main__":

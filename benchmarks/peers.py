@@ -63,6 +63,7 @@ from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.partition import Partition, make_partition
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import portable_config
 from fedeas_flwr.training.build import build_network
 
 PEERS = ("flower:10", "pfl:1", "pfl:5", "torch", "inline:tf32:10", "inline:bf16:10", "ray:bf16:10")
@@ -279,7 +280,7 @@ def measure(job: str, peer: str, options: argparse.Namespace, until: float) -> N
             raise RuntimeError(f"{job} {peer}: {len(rounds)} rounds, exit status {found['returned']}\n{output[-2500:]}")
     row = {"job": job, "peer": peer, "complete": len(rounds) == config.rounds}
     row |= summary(rounds, found.pop("launched"), options.timed) | found
-    setting = {**config.to_user_dict(), "timed": options.timed, "programs": code_digest(HERE / "peer_programs")}
+    setting = {**portable_config(config), "timed": options.timed, "programs": code_digest(HERE / "peer_programs")}
     setting["packages_of_peer"] = versions_in(options.pfl_python if name == "pfl" else sys.executable)
     write_record(record_path(options, job, peer), "cuda" if torch.cuda.is_available() else "cpu", setting, [row])
 

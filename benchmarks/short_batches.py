@@ -23,6 +23,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.runs.listing import portable_config
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.models import Normaliser
 
@@ -79,7 +80,7 @@ def main() -> None:
     device = configure_torch(options.device, "fp32")
     rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
     print(table(rows))
-    write_record(options.out, device, config.to_user_dict(), rows)
+    write_record(options.out, device, portable_config(config), rows)
 
 
 if __name__ == "__main__":

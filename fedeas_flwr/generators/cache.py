@@ -251,7 +251,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Return a shard's images, or None if it is damaged, no regular file, or was removed meanwhile."""
+    """Return a shard's images, or None if it is damaged, no regular file, or just removed."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
             return None

@@ -43,7 +43,7 @@ def entries(cache: ImageCache) -> list[Entry]:
     found = []
     for folder in sorted(cache.root.glob("*")) if cache.root.is_dir() else ():
         if re.fullmatch("[0-9a-f]{64}", folder.name) and folder.is_dir() and not folder.is_symlink():
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # another process has just removed it
                 found.append(_entry(folder))
     return sorted(found, key=lambda entry: (entry.last_used, entry.key))
 
@@ -61,7 +61,7 @@ def _entry(folder: Path) -> Entry:
 def _size(path: Path) -> int:
     try:
         return path.lstat().st_size if path.is_file() else 0
-    except OSError:  # removed meanwhile
+    except OSError:  # another process has just removed it
         return 0
 
 

@@ -61,3 +61,9 @@ def test_pages_have_at_most_70_numbers_in_sentences() -> None:
 def test_measured_pattern_finds_handwritten_numbers(sentence: str) -> None:
     assert MEASURED.search(sentence)
     assert not MEASURED.search("α = 0.1 and β = 12.5 with a guidance of 1.5, 33,650 images, 3 to 12 points, 30 %")
+
+
+def test_records_name_no_path_of_a_machine() -> None:
+    records = [path for path in (ROOT / "results").rglob("*") if path.suffix in (".json", ".jsonl")]
+    assert len(records) > 100
+    assert not [path.name for path in records if re.search(r'[": =]/\w', path.read_text(encoding="utf-8"))]

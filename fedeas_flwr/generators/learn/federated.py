@@ -112,7 +112,7 @@ def split_held_out(config: RunConfig, client: int, samples: int) -> tuple[Labels
 
 
 def trains(config: RunConfig, images: int) -> bool:
-    """Return whether a client with so many images that are not held out trains; see `small-clients`."""
+    """Return whether a client with this number of images, without those held out, trains; see `small-clients`."""
     recipe = config.generator_training
     return images >= (recipe.batch_size if recipe.small_clients == "skip" else 1)
 
