@@ -44,6 +44,11 @@ FULL: Keys = {
     "threshold": 0.7,
 }
 
+GUIDED: Keys = {"sampler": "dpm++-logsnr", "guidance": 1.5}
+"""How images are sampled in the columns that were run last: chosen by the images' quality and by runs on another
+partition (results/notes/sampling-and-guidance.md). In the other columns: the sampler's defaults, without guidance."""
+GUIDED_COLUMNS = ("c10-k20-a0.05", "c10-k20-a0.3", "c100-k20-a0.1")
+
 # Enough rounds for every client to train once, so that policies with one budget generate equally many images.
 SMOKE: Keys = {
     "dataset": "digits",
@@ -128,8 +133,7 @@ VARIANTS: dict[str, tuple[str, Keys]] = {
     f"-min{SMALL_BATCH}": ("no small batch", {"min-batch": SMALL_BATCH}),
     "-logsnr": ("steps uniform in log SNR", {"sampler": "dpm++-logsnr"}),
     "-guided": ("guidance 1.5", {"guidance": 1.5}),
-    # The default of public code that has the paper's generator settings
-    "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
+    "-logsnr-guided": ("guidance 1.5, steps uniform in log SNR", GUIDED),
 }
 """Suffix of a variant's name → what its label adds, and its keys."""
 _AT_ONE_TOTAL = ("uniform", "missing-only", "fedeas")
@@ -151,9 +155,13 @@ BATCHED: Variants = {
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), _NO_SMALL_BATCH),
     "c10-k100-a0.3": {"fedmix": _NO_SMALL_BATCH},
 }
-DRAWN: Variants = dict.fromkeys(
-    (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(_AT_ONE_TOTAL, ("-logsnr", "-guided", "-guided-6"))
-)
+DRAWN: Variants = {
+    DEFAULT_COLUMN: {"fedeas": ("-logsnr",)},
+    "c100-k100-a0.1": {
+        "uniform": ("-logsnr-guided",),
+        **dict.fromkeys(("missing-only", "fedeas"), ("-logsnr", "-guided", "-logsnr-guided")),
+    },
+}
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 
 _PLAIN = {"policy": "none"}
@@ -221,6 +229,8 @@ class Cell:
         """Return the run-config of one seed; ``more`` are keys of all runs, such as where the data is."""
         own = self.method.keys
         keys = {**self.column.keys(scale), **own}
+        if scale == "full" and self.column.name in GUIDED_COLUMNS and self.method.name in _AT_ONE_TOTAL:
+            keys |= GUIDED
         if scale == "smoke" and self.method.name != "linear" and "beta" in own:
             keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
         if self.method.name == "fedgen" and scale == "smoke":

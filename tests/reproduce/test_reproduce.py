@@ -141,7 +141,7 @@ def test_drawn_table_compares_sampler_variants(tmp_path: Path) -> None:
         [title, "FedEAS", "52.04", "20 steps uniform in time, no guidance", "–", "–", "–"],
         [title, "FedEAS", "", "steps uniform in log SNR", "–", "–", "–"],
         [title, "FedEAS", "", "guidance 1.5", "51.00", "1", "−1.04"],
-        [title, "FedEAS", "", "guidance 6, rescaled by 0.7", "–", "–", "–"],
+        [title, "FedEAS", "", "guidance 1.5, steps uniform in log SNR", "–", "–", "–"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
     for item in ("shared", "drawn", "batches"):

@@ -95,7 +95,7 @@ def test_committed_runs_fill_their_cells_and_others_are_missing(tmp_path: Path) 
         ),
         (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets this key"),
         (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets this key"),
-        (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-guided-6 sets its own"),
+        (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-logsnr-guided sets its own"),
         (
             [f"{BETA_SWEEP_COLUMN}/fedeas*", "--set", "beta=5"],
             f"--set beta=5: {BETA_SWEEP_COLUMN}/fedeas-b4 sets its own; choose cells",
