@@ -222,7 +222,9 @@ def _generator_file(spec: str) -> Path | None:
     if kind in ("sd-turbo", "import path", "federated"):
         return None
     if kind == "bank":
-        return expanded(where, "generator")
+        from fedeas_flwr.generators.bank import bank_path
+
+        return bank_path(where)
     from fedeas_flwr.generators.diffusion.model_folder import weights_file
 
     return weights_file(_diffusion_folder(spec))
