@@ -136,6 +136,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     with_bank = [config for config in generating if config.generator_spec.kind == "bank"]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
+        print_generator_warning(one, console)
         users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
         for config in _differing(users, *_PARTITION_KEYS, *_PLAN_KEYS):
             check_bank_covers_plan(config, planned_counts(config), opened)
@@ -174,7 +175,7 @@ def _check_ray_address(address: str) -> None:
 
 
 def print_generator_warning(config: RunConfig, console: Console) -> None:
-    """Print the warning that the generator's training ended with, if there is one."""
+    """Print the warning about the generator, if there is one."""
     if warning := generator_warning(config):
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
