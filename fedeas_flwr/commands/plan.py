@@ -96,7 +96,7 @@ def plan(
     from fedeas_flwr.planning import beta_selection, counts_file
     from fedeas_flwr.planning import plan as plan_module
     from fedeas_flwr.planning.budget_path import BudgetPath
-    from fedeas_flwr.planning.run_plan import planned_counts, stored_images
+    from fedeas_flwr.planning.run_plan import absent_classes_warning, planned_counts, stored_images
 
     limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     timed_by = "--max-seconds" if max_seconds is not None else "--estimate" if estimate else ""
@@ -121,6 +121,9 @@ def plan(
             raise ConfigError("clients = 0: a plan needs the number of clients, such as clients=10")
         classes, names = dataset_info(config.dataset).classes, []
         found = planned_counts(config, show_tries(Console(stderr=True)))
+    names_of_all = classes or [str(c) for c in range(found.shape[1])]
+    if warning := absent_classes_warning(found, names_of_all, counts or config.dataset):
+        print(f"warning: {warning}", file=sys.stderr)
     choice, chosen_beta, strict_mean = None, config.beta, not config.printed_rule
     if limits.given():
         speed = batch_speed(config, found.shape[1]) if max_seconds is not None else None

@@ -182,7 +182,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
     try:
         spec = config.generator_spec
         if spec.kind == "bank":
-            return [_bank(spec.where, config.dataset)]
+            return [_bank(spec.where, config)]
         if spec.kind == "sd-turbo":
             return [_turbo(spec.where)]
         return [_model(config)]
@@ -259,12 +259,16 @@ def _open_bank(where: str, dataset: str) -> BankGenerator:
     return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
 
 
-def _bank(where: str, dataset: str) -> Finding:
-    bank, info = _open_bank(where, dataset), dataset_info(dataset)
+def _bank(where: str, config: RunConfig) -> Finding:
+    from fedeas_flwr.generators.opening import generator_warning
+
+    bank, info = _open_bank(where, config.dataset), dataset_info(config.dataset)
     empty = [name for name, count in zip(info.classes, bank.images_of_class, strict=True) if not count]
     if empty:
         lacking = counted(len(empty), "class", "classes")
         raise ValueError(f"generator: bank {bank.path} has no images of {lacking}: {', '.join(empty[:5])}")
+    if warning := generator_warning(config):
+        return note("generator", warning, "use a bank without the dataset's test images")
     fewest = counted(min(bank.images_of_class), "image")
     return ok("generator", f"bank {bank.path.absolute()}, at least {fewest} per class")
 

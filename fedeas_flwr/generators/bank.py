@@ -1,7 +1,8 @@
 """Image banks: existing images used as a generator.
 
 A bank is a folder with one subfolder of image files per class, named by the class or its number, or an ``.npz`` file
-with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see data/own_images.py.
+with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), or a folder with such a file `IMAGES`, as `fedeas generate`
+writes; see data/own_images.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.generators.interface import SampleId
 
 logger = logging.getLogger(__name__)
+
+IMAGES = "images.npz"
+
+
+def bank_path(where: str | Path) -> Path:
+    """Return the folder of class folders or the file that a bank's images are in."""
+    path = expanded(where, "generator")
+    return path / IMAGES if (path / IMAGES).is_file() else path
 
 
 def check_bank_size(
@@ -55,7 +64,7 @@ class BankGenerator:
     """
 
     def __init__(self, where: str | Path, *, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:
-        self.path = expanded(where, "generator")
+        self.path = bank_path(where)
         self.image_shape, self.num_classes, self._classes = image_shape, len(classes), tuple(classes)
         if not str(where) or not self.path.exists():
             raise FileNotFoundError(

@@ -11,6 +11,7 @@ from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.sources import find_source
 from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import Generator
 
@@ -152,19 +153,30 @@ def check_for_run(config: RunConfig, device: str) -> None:
 
 
 def generator_warning(config: RunConfig) -> str:
-    """Return in one line the fault that the training of a run's generator ended with.
+    """Return in one line the fault that the training of a run's generator ended with, or that a bank is the dataset.
 
-    Empty if no fault was found, without a verdict (learn/verdict.py), and if the folder is not on this machine.
+    Empty if no fault was found, without a verdict (learn/verdict.py), and if the files are not on this machine.
     """
+    kind, where = config.generator_spec
+    fault = ""
+    if config.generates and kind in ("bank", "folder"):
+        with suppress(OSError, ValueError):
+            fault = _bank_fault(where, config) if kind == "bank" else _training_fault(where)
+    return one_line(f"generator {fault}; do not rely on a gain from its images", MAX_LINE) if fault else ""
+
+
+def _bank_fault(where: str, config: RunConfig) -> str:
+    from fedeas_flwr.generators.bank import bank_path
+
+    bank, data = bank_path(where), find_source(config.dataset, config.data_dir).where
+    return f"{bank.name}: the bank is the dataset, test images included" if data and bank.samefile(data) else ""
+
+
+def _training_fault(where: str) -> str:
     from fedeas_flwr.generators.diffusion.model_folder import read_warning
 
-    if not config.generates or config.generator_spec.kind != "folder":
-        return ""
-    folder = expanded(config.generator, "generator")
-    with suppress(OSError, ValueError):
-        if warning := read_warning(folder):
-            return one_line(f"generator {folder.name}: {warning}; do not rely on a gain from its images", MAX_LINE)
-    return ""
+    folder = expanded(where, "generator")
+    return f"{folder.name}: {warning}" if (warning := read_warning(folder)) else ""
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -222,7 +234,9 @@ def _generator_file(spec: str) -> Path | None:
     if kind in ("sd-turbo", "import path", "federated"):
         return None
     if kind == "bank":
-        return expanded(where, "generator")
+        from fedeas_flwr.generators.bank import bank_path
+
+        return bank_path(where)
     from fedeas_flwr.generators.diffusion.model_folder import weights_file
 
     return weights_file(_diffusion_folder(spec))

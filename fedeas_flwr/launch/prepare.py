@@ -31,7 +31,13 @@ from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import check_commands
-from fedeas_flwr.planning.run_plan import check_own_policy, empty_plan_message, planned_counts, planned_images
+from fedeas_flwr.planning.run_plan import (
+    absent_classes_warning,
+    check_own_policy,
+    empty_plan_message,
+    planned_counts,
+    planned_images,
+)
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.privacy import describe_noise
 from fedeas_flwr.strategies.registry import build_strategy, client_part
@@ -56,6 +62,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         if config.resume:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     counts = planned_counts(config, show_tries(console))
+    if warning := absent_classes_warning(counts, dataset_info(config.dataset).classes, config.dataset):
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)
     check_own_policy(config, counts)
     open_dataset(config.dataset, config.data_dir)
     trainable, _ = find_learner(config).initial_state(config)
@@ -136,6 +144,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     with_bank = [config for config in generating if config.generator_spec.kind == "bank"]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
+        print_generator_warning(one, console)
         users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
         for config in _differing(users, *_PARTITION_KEYS, *_PLAN_KEYS):
             check_bank_covers_plan(config, planned_counts(config), opened)
@@ -174,7 +183,7 @@ def _check_ray_address(address: str) -> None:
 
 
 def print_generator_warning(config: RunConfig, console: Console) -> None:
-    """Print the warning that the generator's training ended with, if there is one."""
+    """Print the warning about the generator, if there is one."""
     if warning := generator_warning(config):
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import MAX_COUNT
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 _ID_WORDS = ("id", "client", "site", "node", "name", "hospital")
 """Last words of the header of a column with the clients' names."""
 _CLASS_HEADERS, _COUNT_HEADERS = ("class", "label"), ("count", "n", "samples", "images")
 """Headers of the second and third column of the long format."""
-_SUM_HEADERS = ("total", "sum", "all")
+_SUM_NAMES = ("total", "sum", "all")
+"""Names of a last column or row with the sums of the others."""
 
 
 class Counts(NamedTuple):
@@ -41,12 +45,13 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
 
     A ``.json`` file holds a list of rows, one per client, with one integer per class. A ``.csv`` or ``.tsv`` file,
     separated by commas, semicolons or tabs, holds such rows or, in the long format, rows of client, class and count; a
-    pair that is absent from these counts as 0. Its first line is a header if no cell of it is a number, or if its first
-    cell is the header of a column of names.
+    pair that is absent from these counts as 0. Its first line is a header if no cell of it is a number, if its first
+    cell is the header of a column of names, or if it numbers the classes from 0 or 1, which is logged; it may begin
+    with ``#``.
 
     The first column holds the clients' names if the last word of its header is one of `_ID_WORDS`, or if the header is
     ``index``, empty or ``id_column``; ``id_column="none"`` makes it a class. A column that may be either raises
-    ValueError, as does a last column with the sums of the others.
+    ValueError, as do a last column or row with the sums of the others, and repeated names.
     """
     path = Path(path)
     kind = path.suffix.lower()
@@ -70,7 +75,7 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
     if kind == ".json":
         rows = _json_rows(path, text)
     else:
-        header, rows = _csv_rows(path, text, id_column)
+        header, rows = _csv_rows(path, text.removeprefix("#"), id_column)
         if header and _is_long(header, id_column):
             return _read_long(path, rows)
         rows, classes, clients = _split_names(path, header, rows, id_column)
@@ -81,6 +86,7 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
             _check_count(path, row, c + bool(clients), n, classes[0] if classes and may_be_ids and c == 0 else "")
     counts = [row.cells for row in rows]
     _check_columns(path, counts, classes, may_be_ids)
+    _check_clients(path, rows, clients)
     return Counts(np.array(counts, dtype=np.int64), classes, clients)
 
 
@@ -106,15 +112,42 @@ def _csv_rows(path: Path, text: str, id_column: str | None) -> tuple[list[str], 
     except csv.Error as error:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
     header = rows[0].cells if rows else []
-    # A first line of an empty cell and numbers is no header: a count may be missing.
-    if header and ((header[0] and _is_id(header[0], id_column)) or not any(map(_is_number, header))):
+    numbered = len(rows) > 1 and _numbers_classes(header)
+    if header and (_names_clients(header, id_column) or numbered or not any(map(_is_number, header))):
         if id_column not in (None, "none", header[0]):
             allowed = f"none or the first column's header, {header[0][:40]!r}"
             raise ValueError(f"id-column = {id_column!r}: must be {allowed}")
+        if repeated := _first_repeated(header):
+            raise ValueError(f"{path}: {rows[0].where} repeats class {header[repeated][:40]!r}")
+        if numbered:
+            read = f"{rows[0].where} ({header[0]} to {header[-1]}) is read as the class names"
+            logger.warning(one_line(f"{path}: {read}; if it has counts, add a header above it", MAX_LINE))
         return header, rows[1:]
     if id_column not in (None, "none"):
         raise ValueError(f"id-column = {id_column!r}: must be none, since the file has no header")
     return [], rows
+
+
+def _numbers_classes(cells: list[str]) -> bool:
+    """Return whether a line of numbers is a header, such as pandas writes for classes without names."""
+    return len(cells) > 1 and any(cells == [str(first + c) for c in range(len(cells))] for first in (0, 1))
+
+
+def _names_clients(header: list[str], id_column: str | None) -> bool:
+    """Return whether a first line with numbers is a header, by its first cell.
+
+    If that is empty, a count may be missing, unless the others are increasing class numbers.
+    """
+    if header[0]:
+        return _is_id(header[0], id_column)
+    numbers = header[1:]
+    return all(map(str.isdecimal, numbers)) and numbers == sorted(set(numbers), key=lambda each: (len(each), each))
+
+
+def _first_repeated(names: list[str]) -> int:
+    """Return the place of the first name that is not new and not empty, or 0."""
+    first = dict(reversed([*zip(names, range(len(names)), strict=True)]))
+    return next((place for place, name in enumerate(names) if name and place > first[name]), 0)
 
 
 def _is_id(header: str, id_column: str | None) -> bool:
@@ -191,15 +224,25 @@ def _check_columns(path: Path, rows: list[list[int]], classes: list[str], may_be
             f"{path}: the first column{header} counts {first[0]} to {first[-1]}; if it numbers the clients, {names}; "
             "if it is a class, give --id-column none"
         )
-    named = len(classes) > 2 and classes[-1].lower() in _SUM_HEADERS
+    named = len(classes) > 2 and classes[-1].lower() in _SUM_NAMES
     if named and all(row[-1] == sum(row[:-1]) for row in rows):
         raise ValueError(f"{path}: column {classes[-1]!r} is the sum of the others; remove it")
 
 
+def _check_clients(path: Path, rows: list[_Row], clients: list[str]) -> None:
+    """Raise ValueError for a client that is there twice, and for a last row of sums."""
+    if repeated := _first_repeated(clients):
+        raise ValueError(f"{path}: {rows[repeated].where} repeats client {clients[repeated][:40]!r}")
+    if len(clients) > 1 and clients[-1].lower() in _SUM_NAMES:
+        *others, last = (row.cells for row in rows)
+        if last == [sum(column) for column in zip(*others, strict=True)]:
+            raise ValueError(f"{path}: {rows[-1].where}, {clients[-1]!r}, is the sum of the others; remove it")
+
+
 def _as_integer(cell: str) -> int | str:
-    """Return a cell such as 120 or 120.0 as an integer, and any other as it is."""
-    found = re.fullmatch(r"(-?[0-9]{1,18})(\.0*)?", cell)
-    return int(found[1]) if found else cell
+    """Return a cell such as 120, 120.0 or 1.2e+02 as an integer, and any other as it is."""
+    is_number = re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", cell, re.IGNORECASE)
+    return int(number) if is_number and (number := float(cell)).is_integer() else cell
 
 
 def _is_number(cell: str) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fedeas_flwr.common.files import cache_root
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
+from fedeas_flwr.data.own_images import few_names
 from fedeas_flwr.data.sources import is_own
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies.own import check_policy, probe_counts
@@ -98,6 +99,18 @@ def empty_plan_message(config: RunConfig) -> str:
     """Return the message for a plan without images under a policy that generates, which is easily overlooked."""
     given = f" with β = {config.beta:g}" if "beta" in settings_of(config.policy, config.total > 0) else ""
     return f"no images: policy '{config.policy}'{given} gives these clients none; see `fedeas plan`"
+
+
+def absent_classes_warning(counts: Labels, classes: Sequence[str], where: object) -> str:
+    """Return in one line the classes that no client holds, which a policy fills nevertheless; empty if there is none.
+
+    ``where`` names the data.
+    """
+    names = [repr(name) for name, held in zip(classes, counts.sum(axis=0).tolist(), strict=True) if not held]
+    if not names:
+        return ""
+    which = f"{'class' if len(names) == 1 else 'classes'} {few_names(names)}"
+    return one_line(f"no client has an image of {which} of {where}; check the labels, which start at 0", MAX_LINE)
 
 
 def count_distinct_images(config: RunConfig, counts: Labels) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 from dataclasses import replace
@@ -10,13 +11,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runners import fedeas, run_in_process
+from rich.console import Console
+from runners import fedeas, run_in_process, small
 
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data import federated
 from fedeas_flwr.data.datasets import Dataset, dataset_info
 from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node
+from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.partition import CLASS_COUNTS
 from fedeas_flwr.planning.run_plan import planned_counts, planned_images
 from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView
@@ -211,6 +214,18 @@ def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
     assert [c["generate"] for c in plan["clients"]] == [[0, 14], [0, 0]]
     given = run_in_process("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
     assert [c["generate"] for c in json.loads(given.stdout)["clients"]] == [[2, 1], [1, 1]]
+
+
+def test_plan_and_run_name_a_class_that_no_client_has(tmp_path: Path) -> None:
+    path = tmp_path / "counts.csv"
+    path.write_text("cat,dog,ship\n0,2,0\n0,4,1\n")
+    (line,) = run_in_process("plan", "--counts", str(path)).stderr.splitlines()
+    assert "'cat'" in line and "ship" not in line and str(path) in line
+    np.savez(tmp_path / "a.npz", x=np.zeros((90, 8, 8, 1), np.uint8), y=np.repeat([1, 2, 3], 30))
+    shown = io.StringIO()
+    prepare(small(tmp_path / "run", dataset=f"own:{tmp_path}/a.npz", policy="none", clients=2), Console(file=shown))
+    (line,) = [line for line in shown.getvalue().splitlines() if "warning" in line]
+    assert "class '0'" in line and f"own:{tmp_path}/a.npz" in line
 
 
 def test_plan_of_counts_keeps_the_names_of_clients(tmp_path: Path) -> None:

@@ -202,6 +202,17 @@ def test_check_generator_needs_bank_images_of_every_class(tmp_path: Path) -> Non
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
 
 
+def test_bank_that_is_the_dataset_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    black_bank(tmp_path / "a.npz", [20] * 10)
+    black_bank(tmp_path / "b.npz", [20] * 10)
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = only(inputs.check_generator, config(dataset="own:a.npz", generator="bank:link/a.npz"))
+    assert found.state == "note" and "a.npz" in found.text and "test images" in found.text
+    for keys in ({"generator": "bank:b.npz"}, {"generator": "bank:a.npz", "dataset": "digits"}):
+        assert only(inputs.check_generator, config(**{"dataset": "own:a.npz"} | keys)).state == "ok"
+
+
 def test_check_plan_needs_enough_bank_images(tmp_path: Path) -> None:
     bank = black_bank(tmp_path / "bank.npz", [18] * 10)
     enough = only(inputs.check_plan, config(generator=bank))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from runners import black_bank, small
+from runners import black_bank, run_in_process, small
 from safetensors.torch import save_file
 
 from fedeas_flwr import client_app
@@ -25,7 +25,7 @@ from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.generators.opening import open_generator
+from fedeas_flwr.generators.opening import hash_input_files, open_generator
 from fedeas_flwr.launch.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,19 @@ def test_invalid_bank_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "cat" / "a.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"cat/a.png is not an image"):
         open_bank(tmp_path)
+
+
+def test_folder_of_fedeas_generate_is_a_bank(tmp_path: Path) -> None:
+    digits = black_bank(tmp_path / "a.npz", [3] * 10)
+    look = tmp_path / "look"
+    done = run_in_process("generate", "--generator", digits, "--per-class", "2", "--out", str(look))
+    assert done.returncode == 0, done.stderr
+    bank = open_generator(f"bank:{look}", "digits")
+    assert isinstance(bank, BankGenerator) and bank.images_of_class == [2] * 10
+    file = open_generator(f"bank:{look / 'images.npz'}", "digits")
+    assert bank.fingerprint == file.fingerprint
+    hashes = [hash_input_files(small(tmp_path, generator=f"bank:{path}")) for path in (look, look / "images.npz")]
+    assert hashes[0]["generator"] == hashes[1]["generator"]
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])

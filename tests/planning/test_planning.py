@@ -155,7 +155,9 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
     ("name", "content"),
     [
         ("a.json", "[[1, 2, 3], [4, 0, 6]]"),
-        ("a.csv", "1,2,3\n4,0,6\n"),
+        ("a.csv", "0,1,2\n1,2,3\n4,0,6\n"),
+        ("a.csv", ",0,1,2\n0,1,2,3\n1,4,0,6\n"),
+        ("a.csv", "# cat,dog,ship\n1.000000000000000000e+00,2e0,3.0E+00\n4.0,0.000e+00,60e-1\n"),
         ("a.CSV", "\ufeffcat, dog, ship\r\n1, 2, 3\r\n4, 0, 6\r\n\r\n"),
         ("a.csv", "client,cat,dog,ship\n0,1,2,3\n1,4,0,6\n"),
         ("a.csv", ",cat,dog,ship\nhospital a,1,2,3\nhospital b,4,0,6\n"),
@@ -179,6 +181,13 @@ def test_read_counts_accepts_each_format(tmp_path: Path, name: str, content: str
     ("content", "names"),
     [
         ("1,2\n", []),
+        ("0,1\n", []),  # the only line
+        ("2,3\n1,2\n", []),
+        ("0,1\n1,2\n", ["0", "1"]),
+        ("1,2\n3,4\n", ["1", "2"]),  # labels from 1
+        (",2,5\na,3,4\n", ["2", "5"]),
+        ("# 0,1\n3,4\n", ["0", "1"]),
+        ("#cat,dog\n3,4\n", ["cat", "dog"]),
         ("cat, dog\n1,2\n", ["cat", "dog"]),
         ("client,cat,dog\n0,1,2\n", ["cat", "dog"]),
         ("ID,0,1\n7,1,2\n", ["0", "1"]),
@@ -186,6 +195,13 @@ def test_read_counts_accepts_each_format(tmp_path: Path, name: str, content: str
 )
 def test_read_counts_takes_class_names_from_the_header(tmp_path: Path, content: str, names: list[str]) -> None:
     assert read_counts(written(tmp_path, "a.csv", content)).classes == names
+
+
+def test_header_of_numbers_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, "a.csv", "\n0,1,2\n10,3,5\n5,1,9\n")
+    assert read_counts(path).counts.tolist() == [[10, 3, 5], [5, 1, 9]]
+    (warning,) = caplog.messages
+    assert str(path) in warning and "line 2" in warning and "class" in warning
 
 
 @pytest.mark.parametrize(
@@ -207,6 +223,7 @@ def test_first_column_named_as_id_holds_the_names_of_clients(tmp_path: Path, hea
         ("cat,dog\n1,5\n", ["cat", "dog"]),  # one row counts nothing
         ("cat,dog\n1,5\n1,6\n", ["cat", "dog"]),
         ("cat,dog,total\n7,5,9\n2,1,3\n", ["cat", "dog", "total"]),  # not their sum in every row
+        ("cat,dog\n1,5\n1,6\n2,11\n", ["cat", "dog"]),  # the last row has no name
         ("cat,all\n7,7\n2,2\n", ["cat", "all"]),  # the sum of a single column
         ("total,cat,dog\n12,7,5\n3,2,1\n", ["total", "cat", "dog"]),  # not the last column
     ],
@@ -215,6 +232,11 @@ def test_other_columns_are_classes(tmp_path: Path, content: str, classes: list[s
     found = read_counts(written(tmp_path, "a.csv", content))
     assert (found.classes, found.clients) == (classes, [])
     assert found.counts.shape[1] == len(classes)
+
+
+def test_client_named_total_may_have_its_own_counts(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.csv", "id,cat,dog\nUnited,1,2\nTotal,5,7\n")
+    assert read_counts(path).clients == ["United", "Total"]
 
 
 def test_id_column_option_decides(tmp_path: Path) -> None:
@@ -273,8 +295,8 @@ def test_plan_shows_the_names_of_clients() -> None:
         ("a.csv", "client\n3\n", "holds no counts"),
         ("a.csv", "client,cat\na,x\n", "line 2, column 2 is 'x'"),  # as in the file, with the clients' names
         ("a.csv", "client,cat\n0,1\n1\n", "line 3 has 0 classes"),
-        ("a.csv", ",2\n3,4\n", "line 1, column 1 is ''"),
-        ("a.csv", "1,2\n3\n", "line 2 has 1 class, "),
+        ("a.csv", ",4,2\n3,4,1\n", "line 1, column 1 is ''"),
+        ("a.csv", "3,2\n3\n", "line 2 has 1 class, "),
         ("a.csv", "cat,dog,ship\n1,2\n", "the header has 3 columns, the first row 2"),
         ("a.csv", "1,2\n3,x\n", "line 2, column 2 is 'x'"),
         ("a.csv", "1,x\n3,4\n", "line 1, column 2 is 'x'"),
@@ -294,6 +316,10 @@ def test_plan_shows_the_names_of_clients() -> None:
         ("a.csv", "ward,cat\nA,5\nB,6\n", "line 2, column 1 is 'A', .*--id-column 'ward'"),
         ("a.csv", "id,cat,dog,Total\na,1,2,3\nb,4,5,9\n", "column 'Total' is the sum of the others; remove it"),
         ("a.csv", "cat;dog;sum\n1;2;3\n3;5;8\n", "column 'sum' is the sum"),
+        ("a.csv", "\nid,cat,dog,cat\na,1,2,3\n", "line 2 repeats class 'cat'"),
+        ("a.csv", "id,cat\na,1\nb,2\n\na,3\n", "line 5 repeats client 'a'"),
+        ("a.csv", "id,cat,dog\na,1,2\nb,4,5\nTotal,5,7\n", "line 4, 'Total', is the sum of the others; remove it"),
+        ("a.csv", "id,cat\na,1\nsum,1\n", "line 3, 'sum', is the sum"),
         ("a.csv", "client,class,count\na,cat,1\na,cat,2\n", "line 3 repeats client 'a' and class 'cat'"),
         ("a.csv", "client,class,count\na,cat,-1\n", "line 2, column 3 is '-1'"),
         ("a.csv", "client,class,count\na,cat\n", "line 2 has 2 columns, must have 3"),
