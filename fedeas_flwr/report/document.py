@@ -303,7 +303,8 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     if not differing:
         text = ["There is only one group, so nothing differs."]
     text += [f"Left out: {reason}." for reason in left_out]
-    same = [[key, str(value)] for key, value in group_key(configs[0]).items() if key not in differing]
+    used = {key: str(value) for config in configs for key, value in group_key(config).items()}
+    same = [[key, value] for key, value in used.items() if key not in differing]
     tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
     return Section("Configuration", text, tables, folded=True)
 

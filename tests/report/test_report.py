@@ -113,6 +113,17 @@ def test_seconds_without_startup_are_named(tmp_path: Path) -> None:
     assert table.head[1] == "start-up" and [row[1] for row in table.rows] == ["–", "40.0"]
 
 
+def test_configuration_shows_keys_that_only_some_groups_use(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "none", [0.5])]
+    for gamma in (0.5, 0.7):
+        keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "gamma": gamma}
+        runs.append(write_run(tmp_path / f"{gamma}", [0.6], images=FEDEAS_OF_FOUR, **keys))
+    section = next(part for part in make_document(grouped(*runs)).sections if part.title == "Configuration")
+    shared = dict(section.tables[-1].rows)
+    assert {"beta": "4.0", "generator": "builtin", "guidance": "1.0", "alpha": "0.1"}.items() <= shared.items()
+    assert not {"policy", "gamma"} & shared.keys() and [row[0] for row in section.tables[0].rows] == ["policy", "gamma"]
+
+
 def test_any_other_key_makes_a_group_named_by_it(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{rate}", [0.5], learning_rate=rate) for rate in (0.05, 0.1)]
     assert [group.name for group in grouped(*runs)] == ["learning-rate = 0.05", "learning-rate = 0.1"]
