@@ -123,7 +123,7 @@ def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
         group.name,
         ", ".join(map(str, group.seeds)),
         *(found.show(100) for found in accuracies if found),  # every round has an accuracy
-        f"{group.images:,.0f}",
+        group.images_shown,
         f"{gain[0]:+.1f}{WEAK if weak_gain(group, groups) else ''}" if gain else NOTHING,
         show_efficiency(group, groups) or NOTHING,
         ", ".join(NOTHING if number is None else str(number) for number in reached),
