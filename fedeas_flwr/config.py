@@ -121,10 +121,10 @@ class _Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
-        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
-        if isinstance(value, bool) and not is_switch:
-            raise ValueError("a value of the key's type, not true or false")
-        if is_switch and not isinstance(value, bool):
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if kind in (int, float) and isinstance(value, bool):
+            raise ValueError("a number")  # pydantic would accept true as 1
+        if kind is bool and not isinstance(value, bool):
             raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import absolute_in
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.hf_spec import HF, HfSpec
+from fedeas_flwr.common.text import shortened
 from fedeas_flwr.config import TEXT_KEYS, RunConfig, flatten, parse_config
 
 
@@ -54,13 +56,24 @@ def read_values(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, A
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits and deep nesting
-        raise ConfigError(f"config file {path} is not TOML: {error}") from None
+        raise ConfigError(f"config file {path} is not TOML: {error}{_line_of(str(error), text)}") from None
     return absolute_paths(flatten(values), path.parent)
+
+
+def _line_of(error: str, text: str) -> str:
+    """Return the line of a TOML text that an error names, and that text needs quotes if its value is invalid."""
+    found, lines = re.search(r"at line (\d+)", error), text.split("\n")
+    if not found:
+        return ""
+    hint = '; text needs quotes, as in policy = "fedeas"' if error.startswith("Invalid value") else ""
+    return f": {shortened(lines[int(found[1]) - 1], 80)}{hint}"
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:

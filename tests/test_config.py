@@ -69,7 +69,10 @@ def test_quickstart_conf_equals_the_quickstart_fedeas_run(tmp_path: Path) -> Non
         ({"policy": "magic"}, ["policy", "magic", "fedeas", "waterfill"]),
         ({"policy": "greedy"}, ["policy = 'greedy': must be", "label counts", "`fedeas plan`", "waterfill"]),
         ({"rounds": 0}, ["rounds", "0"]),
-        ({"rounds": True}, ["rounds", "True"]),
+        ({"rounds": True}, ["rounds", "True", "number"]),
+        ({"shared-images": True}, ["shared-images", "True", "'no', 'by-class' or 'one-seed'"]),
+        ({"generator-training.preset": False}, ["preset", "False", "'digits'", "'paper'"]),
+        ({"model": True}, ["model", "True", "string"]),
         ({"rounds": 2.5}, ["rounds", "2.5", "integer"]),
         ({"clients": "many"}, ["clients", "many", "integer"]),
         ({"printed-rule": "maybe"}, ["printed-rule", "maybe", "true or false"]),
@@ -133,6 +136,25 @@ def test_invalid_files_are_rejected_in_one_line(tmp_path: Path, content: bytes) 
     assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         read_config(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "shown", "hint"),
+    [
+        ("beta = 6\r\npolicy = fedeas\r\n", "policy = fedeas", True),
+        ("run-dir = /a/b\x1b[31m", "run-dir = /a/b", True),
+        ("policy = 'none' 1\n", "policy = 'none' 1", False),
+        ("policy = " + 1000 * "f", "policy = ffff", True),
+        ("policy = 'none", "", False),
+    ],
+)
+def test_error_in_a_file_shows_its_line(tmp_path: Path, content: str, shown: str, hint: bool) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content.encode())
+    with pytest.raises(ConfigError) as refused:
+        read_config(path)
+    text = str(refused.value)
+    assert text.isprintable() and len(text) < 400 and shown in text and ("text needs quotes" in text) == hint
 
 
 def test_config_round_trip_through_user_dict() -> None:

@@ -187,9 +187,8 @@ def print_results(sweep: Sweep, console: Console) -> None:
     for point in points([cell.result() for cell in sweep.cells], sweep.grid):
         count = f"{point['finished']}" + ("" if point["finished"] == point["runs"] else f" of {point['runs']}")
         scores = [_mean_and_sd(point[measure], task) for measure in MEASURES[task] if measure != "images"]
-        images = [point["images"]["mean"]] if "images" in point else []
-        shown = ["-" if mean is None else f"{mean:,.0f}" for mean in images]
-        rows.append((*(str(point[key]) for key in keys), count, *scores, *shown))
+        images = [_images(point["images"])] if "images" in point else []
+        rows.append((*(str(point[key]) for key in keys), count, *scores, *images))
     print_table(console, (*keys, *results), rows, fold=keys, right=results)
 
 
@@ -197,6 +196,13 @@ def _mean_and_sd(measure: Mapping[str, Any], task: str) -> str:
     if measure["mean"] is None:
         return "-"
     return _shown(measure["mean"], task) + ("" if measure["sd"] is None else f" ± {_shown(measure['sd'], task)}")
+
+
+def _images(measure: Mapping[str, Any]) -> str:
+    """Return a number of images, with the standard deviation if seeds differ."""
+    if measure["mean"] is None:
+        return "-"
+    return f"{measure['mean']:,.0f}" + (f" ± {measure['sd']:,.0f}" if measure["sd"] else "")
 
 
 def _shown(score: float, task: str) -> str:

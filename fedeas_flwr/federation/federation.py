@@ -30,7 +30,7 @@ from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesErr
 from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import STARTUP, summarise
+from fedeas_flwr.runs.metrics import NO_STEPS, STARTUP, summarise, took_no_steps
 from fedeas_flwr.strategies.flower import FlowerStrategyAdapter, has_unknown_state
 from fedeas_flwr.strategies.interface import NeedsDisclosure, Stateful
 from fedeas_flwr.strategies.records import to_record
@@ -75,6 +75,7 @@ class Federation:
         self.before_checkpoint: Callable[[], Callable[[], None]] = lambda: lambda: None
         self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
         self.stopped = ""
+        self._warned = False  # of a round without training steps
 
     def restore(self, start: Checkpoint) -> None:
         """Load the server's state from ``start``.
@@ -192,6 +193,9 @@ class Federation:
             score = "accuracy" if "accuracy" in measured else "loss"
             if measured[score] is not None:
                 log(INFO, "[round %d/%d] %s %.4f", state.round, self.config.rounds, score, measured[score])
+            if took_no_steps(record) and not self._warned:
+                log(WARNING, NO_STEPS, state.round, self.config.min_batch)
+                self._warned = True
             self.stopped = self.on_round_end(record) or ""
 
         def finish_round_logging_errors() -> None:

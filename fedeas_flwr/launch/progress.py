@@ -21,6 +21,7 @@ from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.planning.run_plan import planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import NO_STEPS, took_no_steps
 
 if TYPE_CHECKING:
     from fedeas_flwr.generators.learn.trainer import Progress as TrainingProgress
@@ -138,6 +139,7 @@ class RoundProgress:
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._bar: Progress | None = None
+        self._warned = False  # of a round without training steps
 
     def __enter__(self) -> RoundProgress:
         if self._console.is_terminal:
@@ -229,6 +231,10 @@ class RoundProgress:
             self._console.print(
                 f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{remaining}", highlight=False
             )
+        if took_no_steps(record) and not self._warned:
+            warning = NO_STEPS % (record["round"], self._run.config().min_batch)
+            self._console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+            self._warned = True
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
             images = counted(int(generated.sum()), "image")
             notes.append(
                 f"No heat map of {group.name}: its partition would give {images}, but the run has "
-                f"{group.images:,.0f}; clients with custom data do not disclose what they generate."
+                f"{group.images_shown}; clients with custom data do not disclose what they generate."
             )
     return list(found.values()), notes
 

@@ -123,7 +123,7 @@ def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
         group.name,
         ", ".join(map(str, group.seeds)),
         *(found.show(100) for found in accuracies if found),  # every round has an accuracy
-        f"{group.images:,.0f}",
+        group.images_shown,
         f"{gain[0]:+.1f}{WEAK if weak_gain(group, groups) else ''}" if gain else NOTHING,
         show_efficiency(group, groups) or NOTHING,
         ", ".join(NOTHING if number is None else str(number) for number in reached),
@@ -303,7 +303,8 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     if not differing:
         text = ["There is only one group, so nothing differs."]
     text += [f"Left out: {reason}." for reason in left_out]
-    same = [[key, str(value)] for key, value in group_key(configs[0]).items() if key not in differing]
+    used = {key: str(value) for config in configs for key, value in group_key(config).items()}
+    same = [[key, value] for key, value in used.items() if key not in differing]
     tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
     return Section("Configuration", text, tables, folded=True)
 

@@ -52,8 +52,8 @@ class Spread:
 
     def show(self, scale: float = 1.0, digits: int = 1) -> str:
         """Return text such as ``92.7 ± 0.4``."""
-        spread = "" if self.sd is None else f" ± {scale * self.sd:.{digits}f}"
-        return f"{scale * self.mean:.{digits}f}{spread}"
+        spread = "" if self.sd is None else f" ± {scale * self.sd:,.{digits}f}"
+        return f"{scale * self.mean:,.{digits}f}{spread}"
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,12 @@ class Group:
     def images(self) -> float:
         """Return the total number of generated images, mean over seeds."""
         return statistics.fmean(member.summary["total_generated"] for member in self.members)
+
+    @property
+    def images_shown(self) -> str:
+        """Return `images` as text, with the standard deviation if seeds differ."""
+        spread = self.spread("total_generated")
+        return spread.show(digits=0) if spread and spread.sd else f"{self.images:,.0f}"
 
 
 def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:

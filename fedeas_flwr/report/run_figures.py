@@ -34,7 +34,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
         curve = 100 * group.curve("accuracy")
         score = group.spread("last_20")
         assert score is not None  # every round has an accuracy
-        images = f" ({group.images:,.0f} images)" if group.images else ""
+        images = f" ({group.images_shown} images)" if group.images else ""
         width = WIDTHS.get(group.config.policy, 1.6)
         _draw_curve(axes, curve, group.style, width, f"{group.name}: {score.show(100)} %{images}")
         rounds = curve.shape[1]

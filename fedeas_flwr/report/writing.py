@@ -71,8 +71,7 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     right.legend(loc="lower right", fontsize=9)
     scores = {group.config.policy: group.spread("last_20") for group in groups}
     if (without := scores.get("none")) and (filled := scores[planned.policy]):
-        message = (
-            f"{generated.sum():,} generated images: {filled.show(100)} % accuracy instead of {without.show(100)} %"
-        )
+        scores_shown = f"{filled.show(100)} % instead of {without.show(100)} %"
+        message = f"{generated.sum():,} generated images: mean accuracy {scores_shown}"
         figure.suptitle(message, fontsize=12, fontweight="bold", color=INK)
     return figure

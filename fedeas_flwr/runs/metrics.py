@@ -59,6 +59,15 @@ def images_not_made(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]
     return [found[client] for client in sorted(found)]
 
 
+def took_no_steps(record: Mapping[str, Any]) -> bool:
+    """Return whether clients replied in a classifier's round, but none took a training step; see `NO_STEPS`."""
+    return record.get("steps") == 0 and "accuracy" in record and bool(record["clients"])
+
+
+NO_STEPS = "round %d: no client took a training step: all that replied have fewer images than min-batch = %d"
+"""Warning of the first round of which `took_no_steps` is true."""
+
+
 def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
     """Return in one line which clients are missing in which rounds, those missing most often first; or nothing."""
     missing: dict[int, list[int]] = {}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.federation import federation as federation_module
 from fedeas_flwr.federation import messages, training_round
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
@@ -211,6 +212,24 @@ def test_strategy_that_returns_no_model_fails_the_round(tmp_path: Path, monkeypa
     monkeypatch.setattr(made.strategy, "aggregate_train", lambda number, replies: (None, None))
     with pytest.raises(RunError, match=r"^round 1: strategy = 'fedavg' returned no model for 3 replies$"):
         made.training.train_round(START)
+
+
+@pytest.mark.parametrize(("first", "warned"), [(1, [1]), (2, [2]), (4, [])])
+def test_first_round_without_a_step_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, warned: list[int]
+) -> None:
+    def has_too_few_images(client: int, message: Message) -> Message | None:
+        if messages.read_task(message).round < first:
+            return None
+        report = TrainReport(client, EXAMPLES[client], 0.0, 0, 0, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
+
+    logged: list[str] = []
+    monkeypatch.setattr(federation_module, "log", lambda level, text, *values: logged.append(text % values))
+    federation(tmp_path, toy_app(has_too_few_images), rounds=3).fit(START, lambda *_: {"accuracy": 0.5})
+    lines = [line for line in logged if "training step" in line]
+    assert [line.partition(":")[0] for line in lines] == [f"round {number}" for number in warned]
+    assert all("min-batch = 2" in line for line in lines)
 
 
 def test_rejected_plan_reply_is_recorded_with_round_1_only(tmp_path: Path) -> None:

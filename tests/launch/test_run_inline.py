@@ -402,6 +402,16 @@ def test_empty_plan_is_one_warning(tmp_path: Path, digits_generator: Path) -> No
     assert said(policy="fedeas", beta=4.0) == said(policy="none") == said(policy="uniform", total=1) == ""
 
 
+def test_run_without_a_training_step_is_one_warning(tmp_path: Path) -> None:
+    out = io.StringIO()
+    launch(quick(tmp_path / "r", policy="none", rounds=2, batch_size=4096, min_batch=4096), Console(file=out))
+    warnings = [line for line in out.getvalue().splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 1 and "round 1" in warnings[0] and "min-batch = 4096" in warnings[0]
+    out = io.StringIO()
+    launch(quick(tmp_path / "s", policy="none", rounds=2), Console(file=out))
+    assert "warning:" not in out.getvalue()
+
+
 def test_run_records_hashes_of_its_input_files(tmp_path: Path, digits_generator: Path) -> None:
     """Files are named by the hash of their content, because paths differ between machines."""
     bank, start = black_bank(tmp_path / "bank.npz", [40] * 10), tmp_path / "start.safetensors"

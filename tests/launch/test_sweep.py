@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import pytest
 from fake_runs import write_run
+from rich.console import Console
 from runners import black_bank, command, fedeas, run_in_process
 from waiting import PausedRun, wait_until
 
+from fedeas_flwr.commands.sweep import print_results
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.config import KEYS
 from fedeas_flwr.launch.sweep import cell_name, make_sweep, points
@@ -355,6 +358,15 @@ def test_points_by_hand() -> None:
     assert (a["finished"], a["runs"], a["images"]["mean"]) == (2, 3, 15)
     assert b["last_20"] == {"mean": 0.4, "sd": None}
     assert c["peak"] == {"mean": None, "sd": None}
+
+
+def test_images_that_differ_by_seed_show_their_spread(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["policy=none,fedeas", "seed=1,2"], tmp_path)
+    for cell, images in zip(sweep.cells, (0, 0, 1151, 1179), strict=True):
+        write_run(cell.run.path, [0.5] * cell.config.rounds, images=images, **cell.values)
+    text = io.StringIO()
+    print_results(sweep, Console(file=text, width=120))
+    assert "1,165 ± 20" in text.getvalue() and " 0 ± 0" not in text.getvalue()
 
 
 def test_result_columns_do_not_clash_with_keys(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_figures_claim_only_what_their_runs_show(committed: Setting) -> None:
     groups, _ = group_runs([RunDirectory(RESULTS / "quickstart" / policy) for policy in ("none", "fedeas")])
     figure = comparison_figure(groups)
     assert figure.axes[2].get_title() == "Test accuracy (dashed: mean of all rounds)"
-    assert figure.get_suptitle() == "893 generated images: 92.7 % accuracy instead of 74.5 %"
+    assert figure.get_suptitle() == "893 generated images: mean accuracy 92.7 % instead of 74.5 %"
     assert [draw(committed).get_suptitle() for draw in (draw_motivation, draw_convergence, draw_sensitivity)] == [
         "FedEAS generates 6 % of the images of full balance: +15.5 points over FedAvg",
         "FedEAS reaches 70 % in round 78 (20 clients) and 60 (100); Missing-only in 78 and 147",

@@ -31,7 +31,7 @@ from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.json_export import as_data
 from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import as_html, as_markdown
-from fedeas_flwr.report.run_figures import draw_classes
+from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes
 from fedeas_flwr.report.writing import print_comparison
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export, portable_config
@@ -111,6 +111,30 @@ def test_seconds_without_startup_are_named(tmp_path: Path) -> None:
     assert [group["seconds"]["startup"] for group in as_data(groups)] == [None, 40.0]
     (table,) = next(part for part in make_document(groups).sections if part.title == "Time by phase").tables
     assert table.head[1] == "start-up" and [row[1] for row in table.rows] == ["–", "40.0"]
+
+
+def test_configuration_shows_keys_that_only_some_groups_use(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "none", [0.5])]
+    for gamma in (0.5, 0.7):
+        keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "gamma": gamma}
+        runs.append(write_run(tmp_path / f"{gamma}", [0.6], images=FEDEAS_OF_FOUR, **keys))
+    section = next(part for part in make_document(grouped(*runs)).sections if part.title == "Configuration")
+    shared = dict(section.tables[-1].rows)
+    assert {"beta": "4.0", "generator": "builtin", "guidance": "1.0", "alpha": "0.1"}.items() <= shared.items()
+    assert not {"policy", "gamma"} & shared.keys() and [row[0] for row in section.tables[0].rows] == ["policy", "gamma"]
+
+
+def test_images_that_differ_by_seed_show_their_spread(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"n{seed}", [0.5], seed=seed) for seed in (1, 2)]
+    for seed, images in ((1, 1151), (2, 1179)):
+        runs.append(write_run(tmp_path / f"f{seed}", [0.6], images=images, seed=seed, policy="fedeas", beta=4.0))
+    groups = grouped(*runs)
+    place = result_tables(groups)[0].head.index("images")
+    assert [row[place] for row in result_tables(groups)[0].rows] == ["0", "1,165 ± 20"]
+    axes = Figure().subplots()
+    draw_accuracy(axes, groups)
+    assert [label for label in axes.get_legend_handles_labels()[1] if "(1,165 ± 20 images)" in label]
+    assert [group["images"] for group in as_data(groups)] == [0, 1165]
 
 
 def test_any_other_key_makes_a_group_named_by_it(tmp_path: Path) -> None:
