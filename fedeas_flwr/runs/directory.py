@@ -60,6 +60,13 @@ class RunDirectory(RunStatus):
         if checkpoint is not None:
             self._rounds_until(checkpoint.round)
 
+    def is_complete(self, config: RunConfig) -> bool:
+        """Return whether the run has finished with this config, which asks for no further round."""
+        if self.state() != "finished" or not (self.path / "model.safetensors").exists():
+            return False
+        self._check_same(config)
+        return config.rounds <= self.config().rounds
+
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
             self._check_same(config)
