@@ -23,9 +23,10 @@ from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.npy import to_numpy
 from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.federated import FederatedData, local_data
-from fedeas_flwr.data.node import Node, read_node
+from fedeas_flwr.data.node import Node, is_simulated_node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.flower_internals import forward_messages_at_once
@@ -55,13 +56,19 @@ Handler = Callable[[Message, Context], Message]
 
 
 def reply_with_errors(handler: Handler) -> Handler:
-    """Reply with a one-line reason instead of raising, so that the server sees the same failure on every grid."""
+    """Reply with a one-line reason instead of raising, so that the server sees the same failure on every grid.
+
+    A SuperNode also logs it: its operator may not see the server's log.
+    """
 
     @wraps(handler)
     def wrapped(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
         except (Exception, SystemExit) as error:  # a model that calls sys.exit() must not end an inline run
+            if not is_simulated_node(context.node_config):
+                _show_log()
+                logger.error("%s: %s", type(error).__name__, one_line(error))
             return messages.error_reply(message, error)
 
     return wrapped

@@ -66,7 +66,11 @@ def main(grid: Grid, context: Context) -> None:
         if not config.run_dir:
             config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
         if MARK not in os.environ:  # otherwise the launcher has checked this, and has opened the directory itself
-            RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
+            run = RunDirectory(Path(config.run_dir))
+            run.refuse_if_it_runs()
+            if config.resume and run.is_complete(config):  # a restarted SuperLink resumes whatever run it has
+                log(INFO, "%s has finished: nothing to resume", run.path)
+                return
         if config.resume and not config.clients:  # as many as before, however many nodes are online now
             config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
         check_own_policy(config)

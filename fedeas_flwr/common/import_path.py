@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 import shlex
 from collections.abc import Mapping
 from importlib.util import find_spec
-from inspect import Parameter, signature
+from inspect import Parameter, getsource, isclass, isroutine, signature
 from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError
@@ -46,6 +47,20 @@ def import_object(path: str, key: str) -> Any:
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(f"{key}: {path!r} cannot be imported ({describe_error(error)})") from error
     return found
+
+
+def source_hash(path: str, key: str) -> str:
+    """Return a hash of the source of the function or class at an import path, empty if it has none in Python.
+
+    What it calls is not part of it: other functions of the same file may change.
+    """
+    found = import_object(path, key)
+    found = getattr(getattr(found, "unscaled", found), "rule", found)  # the function of a policy made by `@matched`
+    try:
+        source = getsource(found if isclass(found) or isroutine(found) else type(found))
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def parse_arguments(text: str, key: str) -> dict[str, Any]:

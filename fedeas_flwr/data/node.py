@@ -85,6 +85,11 @@ class Node:
         return root / run / str(self.client)
 
 
+def is_simulated_node(node_config: Mapping[str, Any]) -> bool:
+    """Return whether a node's config is that of a simulated client."""
+    return node_config.get(SIMULATED) is True or _under_ray()
+
+
 def read_node(node_config: Mapping[str, Any]) -> Node:
     """Check and read a node-config; raise `ConfigError` with the key, the value and what is allowed."""
     for key in node_config:
@@ -119,7 +124,7 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
         overrides={key: _text(node_config, key) for key in OVERRIDES if key in node_config},
         state_dir=_text(node_config, "state-dir"),
         max_images=_max_images(node_config),
-        simulated=node_config.get(SIMULATED) is True or _under_ray(),
+        simulated=is_simulated_node(node_config),
     )
 
 

@@ -156,7 +156,7 @@ class ClientManager:
                 self._log_once(f"Node {node} {reason}")
         self._unanswered = {n: asked for n, asked in (self._unanswered | questions).items() if n not in replies}
         self._late_nodes |= self._unanswered.keys()
-        silent = f"did not identify itself within {seconds:g} s"
+        silent = "has not identified itself yet"
         for node in self._unanswered:
             self._log_once(f"Node {node} {silent}; it takes part as soon as it does")
             failed.append((False, f"node {node} {silent}"))

@@ -264,7 +264,8 @@ class TrainingRounds:
         if client not in replies:
             return "its node is offline"
         if (reply := replies[client]) is None:
-            return f"no reply within {self.config.round_timeout:g} s"
+            limit = self.config.round_timeout
+            return f"no reply within {limit:g} s" if limit else "no reply"
         return messages.failure_reason(reply)
 
     def check_quorum(

@@ -7,11 +7,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.generator_spec import GeneratorSpec
+from fedeas_flwr.common.import_path import is_import_path, source_hash
 from fedeas_flwr.common.text import MAX_LINE, one_line
-from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.data.sources import find_source
+from fedeas_flwr.data.datasets import dataset_info, hash_own_images
+from fedeas_flwr.data.sources import find_source, is_own
 from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import Generator
 
@@ -213,8 +215,24 @@ _KEYS = {
 """Run-config keys of the settings with other names in Python, for errors."""
 
 
+def hash_own_inputs(config: RunConfig) -> dict[str, str]:
+    """Return hashes of what a run may not exchange half-way: a user's own images, and the code of keys that name it.
+
+    What cannot be read or imported is left out; opening it raises the error.
+    """
+    found = {}
+    with suppress(OSError, ValueError):
+        if is_own(config.dataset):
+            found["dataset"] = hash_own_images(config.dataset)
+    for key in ("policy", "strategy", "model"):
+        with suppress(ConfigError):
+            if is_import_path(path := getattr(config, key)):
+                found[key] = source_hash(path, key)
+    return {key: digest for key, digest in found.items() if digest}
+
+
 def hash_input_files(config: RunConfig) -> dict[str, str]:
-    """Return hashes of a run's input files: the generator's weights or bank, and the pretrained weights.
+    """Return hashes of a run's inputs: the generator's weights or bank, the pretrained weights, and `hash_own_inputs`.
 
     Hashes identify the content, which a path does not. Folders and files that cannot be read are left out; opening them
     raises the error.
@@ -226,7 +244,7 @@ def hash_input_files(config: RunConfig) -> dict[str, str]:
         with suppress(OSError):
             if path is not None and path.is_file():
                 found[key] = sha256_of(path)[:16]
-    return found
+    return found | hash_own_inputs(config)
 
 
 def _generator_file(spec: str) -> Path | None:

@@ -25,7 +25,7 @@ from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier, trained_network
 from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import Generator, LazyGenerator, images_per_class
-from fedeas_flwr.generators.opening import check_for_run, generator_warning, open_for_run
+from fedeas_flwr.generators.opening import check_for_run, generator_warning, hash_own_inputs, open_for_run
 from fedeas_flwr.generators.own import check_own
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
@@ -61,6 +61,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         run.check_ready(config)
         if config.resume:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
+            run.check_own_inputs(hash_own_inputs(config))
     counts = planned_counts(config, show_tries(console))
     if warning := absent_classes_warning(counts, dataset_info(config.dataset).classes, config.dataset):
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)

@@ -26,6 +26,7 @@ from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_confi
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.config_keys import keys_in_use
 from fedeas_flwr.data.datasets import short_name
+from fedeas_flwr.generators.opening import hash_own_inputs
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far
 
@@ -165,6 +166,7 @@ def check_cell(cell: SweepRun) -> None:
         key, old, new = changed
         way = "give another --out, or remove it (fedeas runs rm)"
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
+    cell.run.check_own_inputs(hash_own_inputs(cell.config))
 
 
 def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> tuple[str, Any, Any] | None:

@@ -60,6 +60,13 @@ class RunDirectory(RunStatus):
         if checkpoint is not None:
             self._rounds_until(checkpoint.round)
 
+    def is_complete(self, config: RunConfig) -> bool:
+        """Return whether the run has finished with this config, which asks for no further round."""
+        if self.state() != "finished" or not (self.path / "model.safetensors").exists():
+            return False
+        self._check_same(config)
+        return config.rounds <= self.config().rounds
+
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
             self._check_same(config)
@@ -145,6 +152,7 @@ class RunDirectory(RunStatus):
         in the cache.
         """
         self.check_classes(dataset, classes)
+        self.check_own_inputs(files)
         found: dict[str, Any] = {"classes": classes, "files": {**self.files(), **files}}
         found |= {WARNING: generator_warning} if generator_warning else {}
         self._write_facts({**self.facts(), **found})
@@ -161,6 +169,23 @@ class RunDirectory(RunStatus):
             f"dataset = {dataset!r}: its class {label} is {now}, but {then} in the run {self.path}: "
             "restore its classes, or start a new run"
         )
+
+    def check_own_inputs(self, found: Mapping[str, str]) -> None:
+        """Raise `RunError` if the user's own images or code (`hash_own_inputs`) differ from those of the run so far.
+
+        With `data-change` = "replan" the images may.
+        """
+        before, config = self.files(), self.config()
+        for key in ("dataset", "policy", "strategy", "model"):
+            if before.get(key, found.get(key)) == found.get(key, before.get(key)):
+                continue
+            if key == "dataset" and config.data_change == "replan":
+                continue
+            what = "images or labels" if key == "dataset" else "source"
+            raise RunError(
+                f"{key} = {config.to_user_dict()[key]!r}: its {what} changed since the run {self.path} began: "
+                f"restore them, or start a new run"
+            )
 
     def classes(self) -> list[str]:
         """Return the class names that the run started with; empty in records of older versions."""

@@ -326,6 +326,18 @@ def start_server_app(config: RunConfig, nodes: int = 4) -> None:
     server_app.app(InlineGrid(client_app.app, nodes, values), context)
 
 
+def test_resume_of_a_finished_run_changes_nothing_though_no_node_is_online(tmp_path: Path) -> None:
+    config = quick(tmp_path / "r", **{**KEYS, "node_wait": 0, "rounds": 1})
+    start_server_app(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    start_server_app(config.with_changes(resume=True), nodes=0)
+    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+    with pytest.raises(RunError, match="0 nodes"):
+        start_server_app(config.with_changes(resume=True, rounds=2), nodes=0)
+    with pytest.raises(RunError, match="learning-rate"):
+        start_server_app(config.with_changes(resume=True, learning_rate=0.5))
+
+
 def test_resume_with_another_number_of_nodes_is_rejected(tmp_path: Path) -> None:
     """The config leaves the number of clients to the federation, as under `flwr run`."""
     keys = {**KEYS, "clients": 0, "node_wait": 0}

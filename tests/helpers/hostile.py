@@ -87,8 +87,8 @@ KINDS: dict[str, tuple[Callable[[Message], None], str]] = {
     "another client": (claim("client-id", 0), "client-id = 0, but the message was for client 1"),
     "records": (more_records, "metric records"),
     "size": (oversize, "wanted"),
-    "replay": (replay, "no reply within"),
-    "silence": (replay, "no reply within"),
+    "replay": (replay, "no reply"),
+    "silence": (replay, "no reply"),
 }
 """What it does in rounds 1, 2, …, and a part of the reason that the server records."""
 
