@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,8 +242,10 @@ def _check_clients(path: Path, rows: list[_Row], clients: list[str]) -> None:
 
 def _as_integer(cell: str) -> int | str:
     """Return a cell such as 120, 120.0 or 1.2e+02 as an integer, and any other as it is."""
-    is_number = re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", cell, re.IGNORECASE)
-    return int(number) if is_number and (number := float(cell)).is_integer() else cell
+    if not re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", cell, re.IGNORECASE):
+        return cell
+    number = Decimal(cell)
+    return int(number) if number == number.to_integral_value() and abs(number) < 10**18 else cell
 
 
 def _is_number(cell: str) -> bool:

@@ -184,7 +184,7 @@ class RunDirectory(RunStatus):
             what = "images or labels" if key == "dataset" else "source"
             raise RunError(
                 f"{key} = {config.to_user_dict()[key]!r}: its {what} changed since the run {self.path} began: "
-                f"restore them, or start a new run"
+                "undo the change, or start a new run"
             )
 
     def classes(self) -> list[str]:
