@@ -100,6 +100,19 @@ def test_arguments_reach_the_policy() -> None:
     assert allocate(counts, find_policy("users_policies:same_budget"), total=5).sum() == 5
 
 
+def test_plan_rejects_what_a_run_rejects() -> None:
+    told = run_in_process("plan", "policy=users_policies:random", "clients=4")
+    assert told.returncode == 2 and "users_policies:random" in told.stderr and "deterministic" in told.stderr
+
+
+def test_library_takes_a_function() -> None:
+    counts = np.array([[3, 0, 9], [0, 0, 0]])
+    assert allocate(counts, lambda row: (4 - row).clip(0)).tolist() == [[1, 4, 0], [0, 0, 0]]
+    assert allocate(counts, lambda row, beta: row * 0 + int(beta), beta=3).tolist() == [[3, 3, 3], [0, 0, 0]]
+    with pytest.raises(ValueError, match="policy=3: must be"):
+        allocate(counts, 3)  # type: ignore[arg-type]
+
+
 def test_second_part_extends_the_first_and_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**KEYS, "policy": "users_policies:TwoParts", "generator": black_bank(tmp_path / "b.npz", [20] * 10)}
     run = finish(config := quick(tmp_path / "r", **{**keys, "rounds": 4}))

@@ -13,8 +13,8 @@ from fedeas_flwr.allocation import IntArray, checked_counts
 from fedeas_flwr.common.text import counted, shortened
 from fedeas_flwr.policies.adaptive import Adaptive
 from fedeas_flwr.policies.interface import ClientView, PolicySettings
-from fedeas_flwr.policies.own import find_policy
-from fedeas_flwr.policies.registry import REFERENCES, allocate, checked_plan, settings_of
+from fedeas_flwr.policies.own import check_policy, find_policy
+from fedeas_flwr.policies.registry import POLICIES, REFERENCES, allocate, checked_plan, settings_of
 
 MAX_CLASSES_SHOWN = 20
 MAX_HEAD_LENGTH = 16
@@ -49,6 +49,9 @@ def plan(
     the largest number of images that each can have after the last one.
     """
     counts, rule = checked_counts(counts), None if policy in REFERENCES else find_policy(policy, policy_args)
+    view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
+    if rule and policy not in POLICIES:
+        check_policy(rule, counts, view.settings)
     settings = settings_of(rule or policy, total is not None)
     keys: dict[str, Any] = {"beta": beta, "gamma": gamma, "strict_mean": strict_mean, "total": total}
     begins = [first for first in (rule.parts if rule else (1,)) if rounds is None or first <= rounds]
@@ -57,7 +60,6 @@ def plan(
     parts = [{"round": first, "images": images} for first, images in zip(begins, steps, strict=True)]
     adapts = isinstance(rule, Adaptive) and len(parts) > 1
     generate = allocate(counts, rule or policy, **keys, round=1 if adapts else rounds)
-    view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     repeats = rule is not None and rule.repeats
     repeat = checked_plan(rule, view) if rule and repeats else allocation.none(counts)
     budgets = rule.budget(view) if rule else None

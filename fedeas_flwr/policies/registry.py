@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isroutine
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ def settings_of(policy: str | Policy, total_given: bool) -> frozenset[str]:
 
 def allocate(
     counts: npt.ArrayLike,
-    policy: str | Policy,
+    policy: str | Policy | Callable[..., npt.ArrayLike],
     *,
     beta: float | None = None,
     gamma: float = 0.5,
@@ -86,16 +87,22 @@ def allocate(
 ) -> IntArray:
     """Return the images to generate under a policy; a matched one spends ``total`` or, if None, FedEAS's total.
 
-    ``policy`` is a name or a `Policy`, such as one of your own (own.py). ``oversample`` gives zeros, since it
-    repeats a client's own images. A matched policy distributes one total over all clients, so it needs the counts of
-    all of them; under the other policies, a client's row does not depend on others. ``strict_mean`` is the inverse of
-    the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with ``none`` and
-    ``full-balance``. Under a policy that plans in parts, the plan is that of ``round``, by default of the last part;
-    under an adaptive one it is what clients would buy if all classes had the same score.
+    ``policy`` is a name, a `Policy`, or a function of one client's label counts (own.py). ``oversample`` gives zeros,
+    since it repeats a client's own images. A matched policy distributes one total over all clients, so it needs the
+    counts of all of them; under the other policies, a client's row does not depend on others. ``strict_mean`` is the
+    inverse of the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used: with a total, and with
+    ``none`` and ``full-balance``. Under a policy that plans in parts, the plan is that of ``round``, by default of the
+    last part; under an adaptive one it is what clients would buy if all classes had the same score.
     """
     counts = checked_counts(counts)
     if round is not None and round < 1:
         raise ValueError(f"round={round}: must be at least 1")
+    if isroutine(policy):
+        from fedeas_flwr.policies.own import FunctionPolicy
+
+        return allocate(counts, FunctionPolicy(policy), beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+    if not isinstance(policy, str | Policy):
+        raise ValueError(f"policy={policy!r}: must be a name, a Policy or a function")
     if isinstance(policy, str) and policy not in REFERENCES and policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}, or a policy")
     rule = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
