@@ -286,9 +286,12 @@ def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Pa
     (tmp_path / "pets" / "dog").mkdir(parents=True)
     Image.new("RGB", (20, 30)).save(tmp_path / "pets" / "dog" / "rex.jpg")
     public = RunConfig(dataset=f"own:{tmp_path}/public", generator="elsewhere")
-    assert found(public, f"bank:{tmp_path}/public", tmp_path / "pets") == [
+    state, text = found(public, f"bank:{tmp_path}/public", tmp_path / "pets")[1]
+    assert (state, "test images included" in text) == ("note", True)
+    shutil.copytree(tmp_path / "public", tmp_path / "bank")
+    assert found(public, f"bank:{tmp_path}/bank", tmp_path / "pets") == [
         ("ok", "client 0, its own data: 1 image of 1 of the 2 classes"),
-        ("ok", f"bank {tmp_path}/public, at least 5 images per class"),
+        ("ok", f"bank {tmp_path}/bank, at least 5 images per class"),
     ]
     (images / "seven").mkdir()
     state, text = found(RunConfig())[0]

@@ -80,7 +80,7 @@ def test_generator_is_trained_once_and_the_run_uses_it(
     assert training.status() == ("finished", "") and len(training.rounds()) == 2
     assert training.rounds()[0]["clients"] == [0, 1] and "loss" in training.rounds()[0]
     assert is_whole(training.path / "generator") and one.config().generator == "federated"
-    assert one.summary()["total_generated"] > 0 and set(one.files()) == {"generator"}
+    assert one.summary()["total_generated"] > 0 and set(one.files()) == {"generator", "model"}
     assert "Training the generator first, 2 rounds" in log_of(one)
     assert all(list(run.path.glob("clients/*/state-*")) for run in whole)  # each phase has its own
 

@@ -34,6 +34,7 @@ from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.allocation import fedeas
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.import_path import source_hash
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
@@ -423,16 +424,17 @@ def test_run_records_hashes_of_its_input_files(tmp_path: Path, digits_generator:
 
     made = finish(quick(tmp_path / "made", rounds=1))
     (weights,) = digits_generator.rglob("*.safetensors")
-    assert made.files() == {"generator": named(weights)}
+    code = {"model": source_hash("users_models:tiny", "model")}
+    assert made.files() == {"generator": named(weights), **code}
     RunDirectory.start(made.config().with_changes(resume=True), {})
     made.record_inputs("digits", made.classes(), {"weights": "0" * 16})
-    assert made.files() == {"generator": named(weights), "weights": "0" * 16}, "input files are not recorded"
+    assert made.files() == {"generator": named(weights), "weights": "0" * 16, **code}, "input files are not recorded"
     dealt = finish(quick(tmp_path / "dealt", rounds=1, generator=bank))
-    assert dealt.files() == {"generator": named(tmp_path / "bank.npz")}
+    assert dealt.files() == {"generator": named(tmp_path / "bank.npz"), **code}
     export(dealt, tmp_path / "record")
     assert RunDirectory(tmp_path / "record").files() == dealt.files()
     plain = finish(quick(tmp_path / "plain", rounds=1, policy="none", generator=bank))
-    assert plain.files() == {}
+    assert plain.files() == code
     started = small(tmp_path / "started", rounds=1, policy="none", model="resnet18", weights=str(start))
     assert hash_input_files(started) == {"weights": named(start)}
     start.unlink()
