@@ -101,8 +101,8 @@ def test_arguments_reach_the_policy() -> None:
 
 
 def test_plan_rejects_what_a_run_rejects() -> None:
-    told = run_in_process("plan", "policy=users_policies:random", "clients=4")
-    assert told.returncode == 2 and "users_policies:random" in told.stderr and "deterministic" in told.stderr
+    done = run_in_process("plan", "policy=users_policies:random", "clients=4")
+    assert done.returncode == 2 and "users_policies:random" in done.stderr and "deterministic" in done.stderr
 
 
 def test_library_takes_a_function() -> None:

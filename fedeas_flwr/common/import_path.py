@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from importlib.util import find_spec
-from inspect import Parameter, getsource, isclass, isroutine, signature
+from inspect import Parameter, getsource, isclass, isroutine, signature, unwrap
 from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError
@@ -54,8 +54,7 @@ def source_hash(path: str, key: str) -> str:
 
     What it calls is not part of it: other functions of the same file may change.
     """
-    found = import_object(path, key)
-    found = getattr(getattr(found, "unscaled", found), "rule", found)  # the function of a policy made by `@matched`
+    found = unwrap(import_object(path, key))
     try:
         source = getsource(found if isclass(found) or isroutine(found) else type(found))
     except (OSError, TypeError):

@@ -68,6 +68,7 @@ class ScaledPolicy(MatchedPolicy):
 
     def __init__(self, unscaled: Policy) -> None:
         self.unscaled, self.name = unscaled, unscaled.name
+        self.__wrapped__ = getattr(unscaled, "rule", unscaled)  # as `functools.wraps` has it, for `source_hash`
 
     def settings_used(self, total_given: bool) -> frozenset[str]:
         """Return the names of the settings that the plan depends on."""

@@ -14,6 +14,7 @@ from runners import client_state, finish, quick
 
 from fedeas_flwr import allocation, client_app
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.import_path import source_hash
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import FederatedData, federated_data, local_data
 from fedeas_flwr.data.node import Node
@@ -83,7 +84,10 @@ def test_changed_code_is_rejected_by_a_resumed_run_and_a_sweep(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write_rules(number: int, other: int) -> None:
-        text = f"def rule(counts):\n    return counts * {number}\n\n\ndef other(counts):\n    return counts * {other}\n"
+        text = "from fedeas_flwr.policies.own import matched\n\n\n"
+        text += f"@matched\ndef same_total(counts):\n    return counts * {number}\n\n\n"
+        text += f"def rule(counts):\n    return counts * {number}\n\n\n"
+        text += f"def other(counts):\n    return counts * {other}\n"
         (tmp_path / "changing_rules.py").write_text(text)
         linecache.clearcache()
         sys.modules.pop("changing_rules", None)
@@ -95,7 +99,9 @@ def test_changed_code_is_rejected_by_a_resumed_run_and_a_sweep(tmp_path: Path, m
     finish(config)
     write_rules(0, 1)  # a function that the run does not use
     check_cell(SweepRun("r", {}, config, RunDirectory(tmp_path / "r")))
+    hashed = source_hash("changing_rules:same_total", "policy")
     write_rules(1, 1)
+    assert hashed != source_hash("changing_rules:same_total", "policy")
     with pytest.raises(RunError, match="policy = 'changing_rules:rule': its source changed"):
         check_cell(SweepRun("r", {}, config, RunDirectory(tmp_path / "r")))
     with pytest.raises(RunError, match="policy = 'changing_rules:rule': its source changed"):
