@@ -29,7 +29,7 @@ from fedeas_flwr.federation.messages import AugmentTask
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, check_unet, read_json
 from fedeas_flwr.generators.fill import checked_labels, repeated
-from fedeas_flwr.generators.interface import Generator, LazyGenerator
+from fedeas_flwr.generators.interface import Generator, LazyGenerator, check_attributes
 from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.policies.interface import ClientView
 from fedeas_flwr.policies.matched import MatchedPolicy
@@ -74,6 +74,8 @@ class Augmenter:
         device: str = "auto",
         **settings: Any,
     ) -> None:
+        if not isinstance(generator, str):
+            check_attributes(generator, repr(generator))
         self._generator, self._transform, self._seed = generator, transform, seed
         self._dataset = dataset if isinstance(dataset, str) else tuple(dataset)
         self._settings = (("device", device), *settings.items())

@@ -391,6 +391,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "server's policy": (lambda: with_fedeas(FedAvg(), BETA, "greedy"), "policy='greedy': must be one of none, fedeas"),
     "server's β": (lambda: with_fedeas(FedAvg(), -1.0), "beta=-1.0: must be"),
+    "server's β as text": (lambda: with_fedeas(FedAvg(), "6"), "beta='6': must be"),  # type: ignore[arg-type]
+    "server's strategy": (lambda: with_fedeas(FedAvg, BETA), "strategy=.*FedAvg.*: must be"),  # type: ignore[type-var]
+    "generator": (lambda: Augmenter(None), "generator: None without fingerprint"),  # type: ignore[arg-type]
+    "seed": (
+        lambda: Augmenter(GENERATOR, seed="1").augment(Pictures(), message(), context()),  # type: ignore[arg-type]
+        "seed='1': must be an integer",
+    ),
     "server's total": (lambda: with_fedeas(FedAvg(), BETA, total=5), "total=5: policy 'fedeas' sets its own"),
     "no answer line": (
         lambda: start(InlineGrid(users_app(answers=False), 4, {}), beta=BETA, policy="uniform"),
