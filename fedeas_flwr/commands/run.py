@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console, print_line
+from fedeas_flwr.commands.output import check_folder, console, print_line, print_unused
 from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import counted
@@ -29,7 +29,9 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists the keys")] = None,
 ) -> None:
     """Run one federated training under Flower and wait until it ends."""
-    start_in_own_folder(read_config(conf, overrides or []))
+    config = read_config(conf, overrides or [])
+    print_unused(config, conf, overrides or [])
+    start_in_own_folder(config)
 
 
 def start_in_own_folder(config: RunConfig) -> None:
@@ -63,6 +65,7 @@ def resume(
         )
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
+    print_unused(config, None, overrides or [])
     if not (changes or previous) and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
         print_line(console, f"already finished: {run.path}")
