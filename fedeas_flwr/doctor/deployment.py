@@ -6,11 +6,13 @@ import datetime
 import http.client
 import os
 import shutil
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
+from urllib.request import getproxies
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -200,6 +202,10 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
     except ssl.SSLError as error:
         text = f"{address} has no certificate of this deployment: {error}"
         yield problem("gateway", text, "find out which server answers there")
+    except socket.gaierror as error:
+        report = note if "https" in getproxies() else problem  # a proxy resolves names itself
+        fix = "correct the node's superlink-address, or this machine's DNS or /etc/hosts"
+        yield report("gateway", f"{address} does not resolve: {error.strerror}", fix)
     except (OSError, ValueError, http.client.HTTPException) as error:
         yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:

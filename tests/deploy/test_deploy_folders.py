@@ -401,6 +401,24 @@ def test_check_gateway_verifies_its_authority(lab: Path, silent_port: int, tmp_p
     assert [f.state for f in check_gateway(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
 
 
+@pytest.mark.parametrize(
+    ("host", "proxy", "code", "reason"),
+    [
+        ("superlink.invalid", "", 1, "does not resolve"),
+        ("superlink.invalid", "http://127.0.0.1:9", 0, "does not resolve"),  # the proxy resolves it
+        ("127.0.0.1", "", 0, "does not answer"),  # nodes are checked before the server starts
+    ],
+)
+def test_check_node_that_cannot_connect(
+    lab: Path, silent_port: int, monkeypatch: pytest.MonkeyPatch, host: str, proxy: str, code: int, reason: str
+) -> None:
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    (lab / "node-0" / "superlink-address").write_text(f"{host}:{silent_port}\n")
+    done = run_in_process("deploy", "check", str(lab / "node-0"), "policy=none")
+    assert (done.returncode, f"{host}:{silent_port} {reason}" in done.stdout) == (code, True), done.stdout
+
+
 @pytest.mark.parametrize("status", [200, 401, 404, 502])
 def test_check_gateway_with_other_status_than_403_is_a_problem(lab: Path, status: int) -> None:
     with listening(lab / "superlink", status) as address:
