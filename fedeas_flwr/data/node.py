@@ -71,7 +71,7 @@ class Node:
     @property
     def trains_on(self) -> str:
         """Return in words which images this node trains on; for a partition, the dataset's name may follow."""
-        part = f"partition {self.client} of {self.partitions} of the public dataset"
+        part = f"partition {self.client} of {self.partitions} of the run's dataset"
         return part if self.partitions else "its own data"
 
     def apply(self, config: RunConfig) -> RunConfig:

@@ -245,5 +245,5 @@ def test_node_without_own_images_says_once_per_run_what_it_trains_on(
     for question in ("identity", "plan"):
         reply = client_app.query(build_query(1, question), context)
         assert not reply.has_error(), reply.error
-    said = [line for line in caplog.messages if "partition 1 of 3 of the public dataset digits" in line]
+    said = [line for line in caplog.messages if "partition 1 of 3 of the run's dataset digits" in line]
     assert (len(said), len(caplog.messages), all("data-path" in line for line in said)) == (lines, lines, True)

@@ -161,13 +161,13 @@ def test_new_deployment_has_no_problem(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == ["ca.crt, server.crt, server.key, start.sh missing"]
 
 
-def test_check_node_names_its_partition_of_the_public_dataset(lab: Path) -> None:
+def test_check_node_names_its_partition_of_the_dataset(lab: Path) -> None:
     """On the operator's computer, the run's dataset is not known."""
     assert [(one.state, one.text) for one in check_node(lab / "node-1", None)] == [
-        ("ok", "client 1, partition 1 of 2 of the public dataset")
+        ("ok", "client 1, partition 1 of 2 of the run's dataset")
     ]
     found = next(check_node(lab / "node-1", RunConfig(dataset="cifar10", policy="none")))
-    assert (found.state, found.text) == ("note", "client 1, partition 1 of 2 of the public dataset cifar10")
+    assert (found.state, found.text) == ("note", "client 1, partition 1 of 2 of the run's dataset cifar10")
     assert "data-path" in found.fix
 
 
