@@ -26,7 +26,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
 from fedeas_flwr.data.federated import FederatedData, local_data
-from fedeas_flwr.data.node import Node, is_simulated_node, read_node
+from fedeas_flwr.data.node import OWN_IMAGES, Node, is_simulated_node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.flower_internals import forward_messages_at_once
@@ -86,6 +86,8 @@ def query(message: Message, context: Context) -> Message:
     client, data = node.client, local_data(config, node)
     question, at = messages.read_question(message)
     if question == "identity":
+        if node.partitions and not node.simulated:
+            logger.warning("client %d: trains on %s %s; %s", client, node.trains_on, config.dataset, OWN_IMAGES)
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
         numbers = {"partitions": node.partitions, "examples": examples, "classes": classes}
         return messages.build_query_reply(message, client, **numbers)

@@ -39,6 +39,8 @@ NODE_KEYS = (
     "max-images",
     "generate",
 )
+OWN_IMAGES = "for its own images, replace partition-id and num-partitions in node-config by client-id and data-path"
+"""What the owner of a node without own images can do."""
 SIMULATED = "simulated"
 """Key that the inline grid sets. Ray cannot set it, so a client under Ray is recognised by Ray itself."""
 
@@ -65,6 +67,12 @@ class Node:
     def part(self) -> int:
         """Index of this node's part in the data it opens."""
         return self.client if self.partitions else 0
+
+    @property
+    def trains_on(self) -> str:
+        """Return in words which images this node trains on; for a partition, the dataset's name may follow."""
+        part = f"partition {self.client} of {self.partitions} of the run's dataset"
+        return part if self.partitions else "its own data"
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the run-config with this node's overrides."""

@@ -169,7 +169,7 @@ def write_settings(deployment: Deployment, folder: Path) -> None:
 def write_superlink_scripts(deployment: Deployment, folder: Path) -> None:
     """Write the files of the server's folder that hold no secret: scripts, ``Caddyfile`` and systemd units."""
     _write_script(folder / "start.sh", superlink_script(deployment.superlink_port))
-    _write_script(folder / "gateway.sh", gateway_script())
+    _write_script(folder / "gateway.sh", gateway_script(deployment.port))
     _write_script(folder / "resume.sh", resume_script(CONNECTION, deployment.superlink_port))
     installed, name = f"{deployment.install_dir}/superlink", "fedeas-superlink.service"
     for path, text in (

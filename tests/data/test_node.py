@@ -20,6 +20,8 @@ from fedeas_flwr.data import datasets
 from fedeas_flwr.data.federated import federated_data, local_data
 from fedeas_flwr.data.node import read_node
 from fedeas_flwr.federation import client_manager
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.messages import build_query
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.client_images import _source
 from fedeas_flwr.generators.interface import LazyGenerator, SampleId, batch_size
@@ -217,3 +219,31 @@ def test_only_a_real_node_shows_the_packages_log(
     assert capsys.readouterr().out == ("" if simulated else "images generated: 1 of 2\n")
     monkeypatch.undo()
     package.manager._clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("node_config", "lines"),
+    [
+        ({"partition-id": 1, "num-partitions": 3}, 1),
+        ({"partition-id": 1, "num-partitions": 3, "simulated": True}, 0),
+        ({"client-id": 1, "data-path": "mine.npz"}, 0),
+    ],
+)
+def test_node_without_own_images_says_once_per_run_what_it_trains_on(
+    node_config: dict[str, int | str],
+    lines: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client_app, "_show_log", lambda: None)
+    np.savez("mine.npz", x=np.zeros((20, 8, 8, 1), np.uint8), y=np.arange(20) % 2)
+    run_config = parse_config({"policy": "uniform", "clients": 3}).to_user_dict()
+    InlineGrid(client_app.app, 1, run_config)  # Flower then creates messages
+    context = Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config=run_config)
+    for question in ("identity", "plan"):
+        reply = client_app.query(build_query(1, question), context)
+        assert not reply.has_error(), reply.error
+    said = [line for line in caplog.messages if "partition 1 of 3 of the run's dataset digits" in line]
+    assert (len(said), len(caplog.messages), all("data-path" in line for line in said)) == (lines, lines, True)

@@ -161,11 +161,14 @@ def test_new_deployment_has_no_problem(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == ["ca.crt, server.crt, server.key, start.sh missing"]
 
 
-@pytest.mark.parametrize(("nodes", "held"), [(1, "the only part"), (3, "one of 3 parts")])
-def test_check_node_describes_its_partition(tmp_path: Path, nodes: int, held: str) -> None:
-    write_deployment(Deployment(("superlink.lab.example",), 9092, 9093, nodes, "/opt/fedeas"), tmp_path / "lab")
-    (found,) = (one for one in check_node(tmp_path / "lab" / "node-0", None) if one.state == "ok")
-    assert found.text == f"client 0, {held}"
+def test_check_node_names_its_partition_of_the_dataset(lab: Path) -> None:
+    """On the operator's computer, the run's dataset is not known."""
+    assert [(one.state, one.text) for one in check_node(lab / "node-1", None)] == [
+        ("ok", "client 1, partition 1 of 2 of the run's dataset")
+    ]
+    found = next(check_node(lab / "node-1", RunConfig(dataset="cifar10", policy="none")))
+    assert (found.state, found.text) == ("note", "client 1, partition 1 of 2 of the run's dataset cifar10")
+    assert "data-path" in found.fix
 
 
 def test_check_node_finds_each_fault(lab: Path, tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch:
     assert told.startswith("device = 'cuda', but torch finds no CUDA device")
     assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "device of the run was ignored"
     (found,) = check_node(lab / "node-0", None)
-    assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked only on its machine: device")
+    assert (found.state, found.text.partition("; ")[2]) == ("ok", "checked only on its machine: device")
     (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
     assert told.startswith("engine = 'graphed'")
 
@@ -247,17 +250,17 @@ def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("limit", "told", "states"),
     [
-        ("max-images=500", "client 0, one of 2 parts; generates at most 500 images", ["ok", "problem"]),
-        ('generate="no"', "client 0, one of 2 parts; generates no images", ["ok"]),
+        ("max-images=500", "generates at most 500 images", ["note", "problem"]),
+        ('generate="no"', "generates no images", ["note"]),
     ],
 )
 def test_check_node_names_its_limit(lab: Path, limit: str, told: str, states: list[str]) -> None:
     """A node that generates nothing needs no generator."""
     (lab / "node-0" / "node-config").write_text(f'partition-id=0 num-partitions=2 generator="/none" {limit}\n')
     found = list(check_node(lab / "node-0", RunConfig()))
-    assert (found[0].text, [finding.state for finding in found]) == (told, states)
+    assert (found[0].text.endswith(f"; {told}"), [finding.state for finding in found]) == (True, states)
     (desk,) = check_node(lab / "node-0", None)
-    assert desk.text == f"{told}; checked only on its machine: generator"
+    assert desk.text.endswith(f"; {told}; checked only on its machine: generator")
 
 
 def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Path, digits_generator: Path) -> None:
@@ -399,6 +402,24 @@ def test_check_gateway_verifies_its_authority(lab: Path, silent_port: int, tmp_p
     assert [f.state for f in found] == ["problem"]
     assert "has no certificate of this deployment" in found[0].text
     assert [f.state for f in check_gateway(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("host", "proxy", "code", "reason"),
+    [
+        ("superlink.invalid", "", 1, "does not resolve"),
+        ("superlink.invalid", "http://127.0.0.1:9", 0, "does not resolve"),  # the proxy resolves it
+        ("127.0.0.1", "", 0, "does not answer"),  # nodes are checked before the server starts
+    ],
+)
+def test_check_node_that_cannot_connect(
+    lab: Path, silent_port: int, monkeypatch: pytest.MonkeyPatch, host: str, proxy: str, code: int, reason: str
+) -> None:
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    (lab / "node-0" / "superlink-address").write_text(f"{host}:{silent_port}\n")
+    done = run_in_process("deploy", "check", str(lab / "node-0"), "policy=none")
+    assert (done.returncode, f"{host}:{silent_port} {reason}" in done.stdout) == (code, True), done.stdout
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 502])

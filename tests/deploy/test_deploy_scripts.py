@@ -1,16 +1,22 @@
-"""The start scripts and systemd units of a deployment, with Flower's commands replaced by small scripts."""
+"""The start scripts and systemd units of a deployment, with Caddy, but with small scripts as Flower's commands."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import ssl
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPSConnection
 from pathlib import Path
 
 import psutil
 import pytest
+from deployments import free_ports, is_open
 from waiting import wait_until
 
 from fedeas_flwr.deploy.deployment import Deployment, write_deployment
@@ -73,6 +79,46 @@ def test_script_finds_the_installation_next_to_its_folder(lab: Path) -> None:
         [lab / "superlink" / "start.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True
     )
     assert done.stdout == b"started\n"
+
+
+@contextmanager
+def gateway(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run the gateway of a folder, and wait until it listens or has ended."""
+    environment = {"FEDEAS_BIN": str(Path(sys.executable).parent), "PATH": os.environ["PATH"]}
+    command = [folder / "gateway.sh"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or is_open(port, process.pid), "the gateway listens")
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def test_second_gateway_on_a_port_ends_and_a_restarted_one_serves(tmp_path: Path) -> None:
+    port, superlink_port = free_ports()
+    write_deployment(Deployment(("127.0.0.1",), port, superlink_port, 1, "/opt/fedeas"), tmp_path / "lab")
+    folder = tmp_path / "lab" / "superlink"
+    trusted = ssl.create_default_context(cafile=folder / "ca.crt")
+
+    def status(connection: HTTPSConnection) -> int:
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+    connection = HTTPSConnection("127.0.0.1", port, context=trusted)
+    with gateway(folder, port) as first:
+        assert status(connection) == 403
+        with gateway(folder, port) as second:
+            error = second.communicate(timeout=30)[1]
+        assert (second.returncode, error.count("\n"), f":{port} is in use" in error) == (1, 1, True), error
+        assert (first.poll(), status(connection)) == (None, 403)
+    assert connection.sock.recv(1) == b""
+    connection.close()  # after the gateway has closed it, so that the gateway's port is in TIME_WAIT
+    assert (is_open(port, os.getpid()), is_open(port, os.getpid(), "06")) == (False, True)
+    with gateway(folder, port) as again:
+        assert (again.poll(), status(connection)) == (None, 403)
 
 
 def test_resume_script_waits_for_the_superlink(lab: Path) -> None:

@@ -73,12 +73,12 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def is_open(port: int, pid: int) -> bool:
-    """Return whether a port is open on the host (maybe a network namespace) of a process."""
+def is_open(port: int, pid: int, state: str = "0A") -> bool:
+    """Return whether a port is open on the host (maybe a network namespace) of a process, or in another state."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-            if any(f[1].endswith(f":{port:04X}") and f[3] == "0A" for f in map(str.split, lines)):
+            if any(f[1].endswith(f":{port:04X}") and f[3] == state for f in map(str.split, lines)):
                 return True
     return False
 
