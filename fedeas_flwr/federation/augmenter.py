@@ -111,8 +111,8 @@ class Augmenter:
             chosen = repeated(labels, plan, stream(self._seed, "oversample", client))
             return ConcatDataset([dataset, Subset(dataset, chosen.tolist())])
         make = _item_maker(dataset, self._transform)
-        striped = np.zeros(made_by.image_shape, np.uint8)
-        striped[::2] = 255  # black and white, of which a crop has both
+        striped = np.zeros(made_by.image_shape, np.uint8)  # black and white, also where it is cropped or shrunk
+        striped[np.arange(len(striped)) * 4 // len(striped) % 2 == 1] = 255
         _check_items(dataset[0], make(_to_pil(striped), 0))
         known = str(state["generator"])
         source = LazyGenerator(known, *made_by[:2], self._open) if known else self._open()

@@ -409,6 +409,16 @@ def test_black_and_bright_images_and_few_values_are_accepted(form: str, pixels: 
     assert len(add_to_tensors(form, form, pixels)) > len(LABELS)
 
 
+def test_transform_that_shrinks_images_is_accepted() -> None:
+    """It makes grey of thin black and white lines, so that no value would be negative."""
+
+    def halved(image: Image.Image) -> torch.Tensor:
+        return to_tensor(image.resize((5, 3), Image.Resampling.BOX))
+
+    dataset = Pictures(pixels=PIXELS // 4, transform=halved)
+    assert len(Augmenter(GENERATOR).augment(dataset, message(), context())) > len(LABELS)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no β": (
         add(out=Message(RecordDict(), 1, MessageType.TRAIN)),
