@@ -345,7 +345,8 @@ def checked_counts(counts: npt.ArrayLike, name: str = "counts") -> IntArray:
 
 def check_number(name: str, value: float) -> None:
     """Raise ValueError unless the value is a finite number of at least 0."""
-    if not math.isfinite(value) or value < 0:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
 
 

@@ -96,38 +96,46 @@ _ADAPTIVE_DP_KEYS = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
 
 def keys_in_use(config: RunConfig) -> dict[str, Any]:
     """Return the keys that affect a run, with their values: without β, for example, if the policy ignores it."""
-    settings = settings_of(config.policy, config.total > 0)
-    unused = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
-    unused.update(key for keys in STRATEGY_KEYS.values() for key in keys)
-    unused.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
-    if config.policy in POLICIES and not isinstance(POLICIES[config.policy], InParts):
-        unused.add("policy-args")
-    if config.partition in PARTITIONERS and not config.partition.endswith(DIRICHLET):
-        unused.add("alpha")
-    if not config.generates:
-        unused.update(_IMAGE_KEYS)
-    if config.guidance == 1:
-        unused.update(_GUIDANCE_KEYS)
-    if not config.generator_spec.is_diffusion:
-        unused.update(_DIFFUSION_KEYS)
-    if config.generator_spec.kind == "bank":
-        unused.add("generation-batch")
-    if not config.dp.endswith("adaptive"):
-        unused.update(_ADAPTIVE_DP_KEYS)
-    if config.dp == "none":
-        unused.update(key for key in config.to_user_dict() if key.startswith("dp-"))
-    if config.task == "classifier":
-        unused.add("task")
-        if not config.trains_generator:
-            unused.update(key for key in config.to_user_dict() if key.startswith("generator-training."))
-    else:
-        unused.update(_CLASSIFIER_KEYS)
-    if config.loss != "logit-adjusted":
-        unused.add("logit-adjustment-tau")
-    if config.model != "resnet18":
-        unused.add("stem")
+    unused = {*_SWITCHES, *unused_keys(config)}
     values = config.to_user_dict() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
     return {key: value for key, value in values.items() if key not in unused}
+
+
+def unused_keys(config: RunConfig) -> dict[str, str]:
+    """Return the keys that do not affect a run, each with what it would need."""
+    settings = settings_of(config.policy, config.total > 0)
+    need = "total = 0" if config.total else f"another policy than {config.policy!r}"
+    unused = {key: need for name, key in _BUDGET_KEYS.items() if name not in settings}
+    for strategy, keys in STRATEGY_KEYS.items():
+        if strategy != config.strategy:
+            unused |= dict.fromkeys(keys, f"strategy = {strategy!r}")
+    if config.policy in POLICIES and not isinstance(POLICIES[config.policy], InParts):
+        unused["policy-args"] = "an adaptive policy or one of your own"
+    if config.partition in PARTITIONERS and not config.partition.endswith(DIRICHLET):
+        unused["alpha"] = "a Dirichlet partition"
+    if config.guidance == 1:
+        unused |= dict.fromkeys(_GUIDANCE_KEYS, "guidance above 1")
+    if not config.generator_spec.is_diffusion:
+        unused |= dict.fromkeys(_DIFFUSION_KEYS, "a diffusion model as generator")
+    if config.generator_spec.kind == "bank":
+        unused["generation-batch"] = "a generator that is no bank"
+    if not config.generates:
+        unused |= dict.fromkeys(_IMAGE_KEYS, "a policy that generates images")
+    if not config.dp.endswith("adaptive"):
+        unused |= dict.fromkeys(_ADAPTIVE_DP_KEYS, "an adaptive dp")
+    if config.dp == "none":
+        unused |= {key: "dp other than 'none'" for key in _SCHEMA if key.startswith("dp-")}
+    if config.task == "classifier":
+        unused["task"] = "another value"
+        if not config.trains_generator:
+            unused |= {key: "generator = 'federated'" for key in _SCHEMA if key.startswith("generator-training.")}
+    else:
+        unused |= dict.fromkeys(_CLASSIFIER_KEYS, "task = 'classifier'")
+    if config.loss != "logit-adjusted":
+        unused["logit-adjustment-tau"] = "loss = 'logit-adjusted'"
+    if config.model != "resnet18":
+        unused["stem"] = "model = 'resnet18'"
+    return unused
 
 
 def identity(config: RunConfig, free: Collection[str] = ()) -> dict[str, Any]:

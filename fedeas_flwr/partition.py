@@ -144,7 +144,7 @@ def dirichlet_partition(
     """
     labels = _checked_labels(labels)
     _check_request(clients, alpha, seed)
-    if not 0 <= test_fraction < 1:
+    if not isinstance(test_fraction, int | float | np.number) or not 0 <= test_fraction < 1:
         raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
     check_clients(clients, labels.size)
     rng = np.random.RandomState(seed)

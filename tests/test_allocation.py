@@ -248,6 +248,11 @@ def test_invalid_counts_are_named(counts: object, message: str) -> None:
         (lambda: budget([[1, 2]], float("nan")), "beta=nan"),
         (lambda: budget([[1, 2]], float("inf")), "beta=inf"),
         (lambda: budget([[1, 2]], 1, gamma=-0.5), "gamma=-0.5"),
+        (lambda: budget([[1, 2]], "6"), "beta='6': must be a finite number of at least 0"),  # type: ignore[arg-type]
+        (lambda: budget([[1, 2]], True), "beta=True"),
+        (lambda: allocate([[1, 2]], "uniform", beta=[6]), r"beta=\[6\]: must be"),  # type: ignore[arg-type]
+        (lambda: allocate([[1, 2]], "fedeas", beta=1, gamma="1"), "gamma='1'"),  # type: ignore[arg-type]
+        (lambda: allocate([[1, 2]], "fedeas", beta=1, round="1"), "round='1': must be"),  # type: ignore[arg-type]
         (lambda: budget([[1, 2]], 1e300), r"beta=1e\+300 .*below 2\*\*40"),
         (lambda: uniform([[1, 2]], -1), "total=-1: must be an integer from 0"),
         (lambda: waterfill([[1, 2]], 2**40 + 1), r"total=1099511627777: must be an integer from 0 to 2\*\*40"),

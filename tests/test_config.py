@@ -4,8 +4,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runners import run_in_process
+from runners import finish, quick, run_in_process
 
+from fedeas_flwr.commands.output import print_unused
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import KEYS, SAMPLER_STEPS, TABLES, RunConfig, parse_config
@@ -327,6 +328,67 @@ def test_unused_keys_do_not_change_the_keys_in_use(
 ) -> None:
     one, other = (keys_in_use(parse_config({**keys, **more})) for more in ({}, change))
     assert (one != other) is counts
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "need"),
+    [
+        ("fedprox-mu=0.5", "fedprox-mu = 0.5", "strategy = 'fedprox'"),
+        ("disclose-mean-images=true", "disclose-mean-images = True", "strategy = 'fedmix'"),
+        ("guidance-stop=0.5", "guidance-stop = 0.5", "guidance above 1"),
+        ("dp-clip-rate=0.5", "dp-clip-rate = 0.5", "dp"),
+        ("policy-args=first=0.5", "policy-args = 'first=0.5'", "policy"),
+        ("logit-adjustment-tau=2", "logit-adjustment-tau = 2.0", "loss = 'logit-adjusted'"),
+        ("generator-training.rounds=5", "generator-training.rounds = 5", "generator = 'federated'"),
+    ],
+)
+def test_given_keys_without_effect_are_warned_of(
+    tmp_path: Path, word: str, key: str, need: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, value = word.split("=", 1)
+    path = tmp_path / "my.toml"
+    path.write_text("")
+    print_unused(read_config(path, [word]), path, [word])
+    path.write_text(f"{name} = {repr(value) if 'args' in name else value}\n")
+    print_unused(read_config(path), path, [])
+    on_the_command_line, in_the_file = capsys.readouterr().err.splitlines()
+    assert on_the_command_line == in_the_file
+    assert in_the_file.startswith(f"warning: {key} has no effect") and need in in_the_file
+
+
+def test_run_resume_and_doctor_warn_of_keys_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=1))
+    monkeypatch.setattr("fedeas_flwr.commands.run.start", lambda *_: None)
+    (tmp_path / "my.toml").write_text("clients = 4\n")
+    for words in (("run", str(tmp_path / "my.toml")), ("resume", str(run.path)), ("doctor", "--format", "json")):
+        done = run_in_process(*words, "moon-mu=1", cwd=tmp_path)
+        assert done.stderr.startswith("warning: moon-mu = 1.0 has no effect") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("", ["fedprox-mu=0.01", "policy=none", "beta=6"]),
+        ("", ["strategy=fedmix", "disclose-mean-images=true", "fedmix-lambda=0.5"]),
+        ("", ["policy=uniform", "printed-rule=true"]),
+        ("guidance = 2.0\nstrategy = 'fedprox'\nfedprox-mu = 0.5\n", ["policy=none", "strategy=moon"]),
+        ("fedprox-mu = 0.5\n", ["strategy=fedprox"]),
+    ],
+)
+def test_keys_with_an_effect_in_the_run_or_file_are_not_warned_of(
+    tmp_path: Path, file: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(file)
+    print_unused(read_config(path, words), path, words)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("words", [[], ["policy=none"], ["policy=uniform", "strategy=moon"]], ids=len)
+def test_shipped_confs_give_no_warning(path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    print_unused(read_config(path, words), path, words)
+    assert capsys.readouterr().err == ""
 
 
 def test_identity_leaves_out_free_and_resumable_keys() -> None:

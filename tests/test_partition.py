@@ -255,7 +255,7 @@ def test_invalid_arguments_are_named(change: dict[str, object], message: str) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("test_fraction", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("test_fraction", [-0.1, 1.0, float("nan"), "0"])
 def test_invalid_test_fraction_is_named(test_fraction: float) -> None:
-    with pytest.raises(ValueError, match=rf"^test_fraction={test_fraction}: must be at least 0 and below 1$"):
+    with pytest.raises(ValueError, match=rf"^test_fraction={test_fraction!r}: must be at least 0 and below 1$"):
         dirichlet_partition(np.arange(60) % 6, 2, 1.0, 1, test_fraction=test_fraction)

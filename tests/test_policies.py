@@ -53,7 +53,7 @@ def test_per_client_plans_equal_the_federations_plan(counts: IntArray, settings:
 
 
 def test_plan_of_round_0_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^round=0: must be at least 1$"):
+    with pytest.raises(ValueError, match=r"^round=0: must be an integer of at least 1$"):
         allocate([[3, 0]], "fedeas-in-parts", beta=6.0, round=0)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.commands.output import FormatOption, print_unused
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config_files import read_config, split_conf
@@ -30,7 +30,9 @@ def doctor(
     output: FormatOption = "table",
 ) -> None:
     """Check whether this machine can run a config, and print what to fix; exit code 1 if there is a problem."""
-    config = read_config(*split_conf(words or []))
+    conf, overrides = split_conf(words or [])
+    config = read_config(conf, overrides)
+    print_unused(config, conf, overrides)
     from fedeas_flwr.doctor.findings import examine
 
     findings = examine(config)

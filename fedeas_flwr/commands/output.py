@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -13,6 +15,9 @@ from rich.console import Console
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import existing_part
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_values
+from fedeas_flwr.config_keys import unused_keys
 
 console = Console(markup=False)
 """Console without markup: brackets in a path are printed as they are."""
@@ -21,6 +26,21 @@ console = Console(markup=False)
 def print_line(console: Console, text: str) -> None:
     """Print a text without colours; only the terminal wraps it, so that paths and commands can be copied."""
     console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_unused(config: RunConfig, conf: Path | None, overrides: Sequence[str]) -> None:
+    """Warn on stderr of each key that was given, differs from its default and has no effect on the run.
+
+    A key of the file is named only if it has no effect by the file alone either: runs of other policies and strategies
+    may share the file.
+    """
+    given = {*parse_overrides(overrides)}
+    with suppress(ConfigError):  # a file may be valid only together with overrides
+        given |= read_values(conf).keys() & unused_keys(parse_config(read_values(conf))).keys()
+    values, defaults = config.to_user_dict(), parse_config({}).to_user_dict()
+    for key, need in unused_keys(config).items():
+        if key in given and values[key] != defaults[key]:
+            print(f"warning: {key} = {values[key]!r} has no effect: it needs {need}", file=sys.stderr)
 
 
 def check_format(output: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console, print_line
+from fedeas_flwr.commands.output import check_folder, console, print_line, print_unused
 from fedeas_flwr.common import import_path
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import counted
@@ -29,7 +29,9 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists the keys")] = None,
 ) -> None:
     """Run one federated training under Flower and wait until it ends."""
-    start_in_own_folder(read_config(conf, overrides or []))
+    config = read_config(conf, overrides or [])
+    print_unused(config, conf, overrides or [])
+    start_in_own_folder(config)
 
 
 def start_in_own_folder(config: RunConfig) -> None:
@@ -63,26 +65,29 @@ def resume(
         )
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
-    if previous:
-        run.refuse_if_it_runs()
-        run.return_to_previous_checkpoint()
+    print_unused(config, None, overrides or [])
     if not (changes or previous) and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
         print_line(console, f"already finished: {run.path}")
         print_summary(run)
     else:
-        start(config)
+        start(config, previous)
 
 
-def start(config: RunConfig) -> RunDirectory:
-    """Prepare and launch a run, print its summary and return its directory."""
+def start(config: RunConfig, previous: bool = False) -> RunDirectory:
+    """Prepare and launch a run, print its summary and return its directory.
+
+    With ``previous``, it resumes from the checkpoint before its last one.
+    """
     from fedeas_flwr.launch.prepare import prepare
     from fedeas_flwr.launch.run import launch
 
     try:
-        config = prepare(config, console)
+        config = prepare(config, console, previous)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped before the run started; to start it, repeat the same command") from None
+    if previous:  # only now: a rejected command must change nothing
+        RunDirectory(Path(config.run_dir)).return_to_previous_checkpoint()
     of_what = f"{_method(config)} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')}"
     print_line(console, f"{of_what} · {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}")
     try:

@@ -29,7 +29,7 @@ from fedeas_flwr.federation.messages import AugmentTask
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, check_unet, read_json
 from fedeas_flwr.generators.fill import checked_labels, repeated
-from fedeas_flwr.generators.interface import Generator, LazyGenerator
+from fedeas_flwr.generators.interface import Generator, LazyGenerator, check_attributes
 from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.policies.interface import ClientView
 from fedeas_flwr.policies.matched import MatchedPolicy
@@ -74,6 +74,8 @@ class Augmenter:
         device: str = "auto",
         **settings: Any,
     ) -> None:
+        if not isinstance(generator, str):
+            check_attributes(generator, repr(generator))
         self._generator, self._transform, self._seed = generator, transform, seed
         self._dataset = dataset if isinstance(dataset, str) else tuple(dataset)
         self._settings = (("device", device), *settings.items())
@@ -109,7 +111,9 @@ class Augmenter:
             chosen = repeated(labels, plan, stream(self._seed, "oversample", client))
             return ConcatDataset([dataset, Subset(dataset, chosen.tolist())])
         make = _item_maker(dataset, self._transform)
-        _check_items(dataset[0], make(_to_pil(np.zeros(made_by.image_shape, np.uint8)), 0))
+        striped = np.zeros(made_by.image_shape, np.uint8)  # black and white, also where it is cropped or shrunk
+        striped[np.arange(len(striped)) * 4 // len(striped) % 2 == 1] = 255
+        _check_items(dataset[0], make(_to_pil(striped), 0))
         known = str(state["generator"])
         source = LazyGenerator(known, *made_by[:2], self._open) if known else self._open()
         about = {"generator": self._generator if isinstance(self._generator, str) else type(self._generator).__name__}
@@ -316,12 +320,34 @@ def _make_item(change: Any, keys: tuple[Any, Any] | None, like: Any, image: Imag
 
 
 def _check_items(real: Any, synthetic: Any) -> None:
-    """Raise ValueError unless a real and a synthetic item look the same."""
-    if _look(real) != _look(synthetic):
+    """Raise ValueError unless a real item and a synthetic one of black and white look the same, also in their range."""
+    wanted, found = _look(real), _look(synthetic)
+    pixels = _floats(real), _floats(synthetic)
+    if wanted == found and _differ_in_range(*pixels):
+        wanted, found = (f"values from {values.min():.3g} to {values.max():.3g}" for values in pixels)
+    if wanted != found:
         raise ValueError(
-            f"generator: its images become {_look(synthetic)}, but the dataset has {_look(real)}; give "
+            f"generator: its images become {found}, but the dataset has {wanted}; give "
             "Augmenter(transform=...), a function that turns a PIL image into the image of an item"
         )
+
+
+def _floats(item: Any) -> torch.Tensor:
+    """Return the image of an item if its values are floats, else an empty tensor."""
+    for value in item.values() if isinstance(item, dict) else item:
+        if "float" in str(getattr(value, "dtype", "")) and len(value.shape) > 1:
+            return torch.as_tensor(value).detach().double().cpu()
+    return torch.empty(0)
+
+
+def _differ_in_range(real: torch.Tensor, made: torch.Tensor) -> bool:
+    """Return whether the ranges differ beyond doubt, given one real image, which may be black or have few values."""
+    if not real.numel():
+        return False
+    largest, white = real.abs().max(), made.abs().max()
+    to_one = largest <= 1 and (real % 1).any()  # a dark image of 0 to 255 has whole numbers
+    negative = (real < -0.05 * largest).double().mean() > 0.25  # more than interpolation or erased parts explain
+    return bool((to_one and white > 50) or largest > 50 * white > 0 or (negative and made.min() >= 0))
 
 
 def _look(value: Any) -> str:

@@ -67,6 +67,8 @@ def with_fedeas(
     if policy not in AT_ONCE:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(AT_ONCE)}")
     allocate([[1, 0]], policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)  # checks the values
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r}: must be a Strategy of flwr.serverapp")
     task = AugmentTask(policy, float(beta), float(gamma), strict_mean)
     rule, configure, shares = POLICIES[policy], strategy.configure_train, dict[int, Share]()
 

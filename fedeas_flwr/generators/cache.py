@@ -84,6 +84,7 @@ class ImageCache:
         generated : int
             Number of images generated in this call.
         """
+        check_owner(seed, client)
         counts = check_wanted(wanted, generator)
         labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         images = np.zeros((len(labels), *generator.image_shape), dtype=np.uint8)
@@ -207,6 +208,13 @@ def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wante
             f"{name}: {given.tolist()} is not allowed; give {generator.num_classes} whole numbers, none negative"
         )
     return [int(n) for n in given]
+
+
+def check_owner(seed: int, client: int) -> None:
+    """Raise ValueError unless both are integers of at least 0."""
+    for name, value in (("seed", seed), ("client", client)):
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise ValueError(f"{name}={value!r}: must be an integer of at least 0")
 
 
 def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.generators.cache import ImageCache, check_wanted, sample_checked
-from fedeas_flwr.generators.interface import Generator, SampleId
+from fedeas_flwr.generators.cache import ImageCache, check_owner, check_wanted, sample_checked
+from fedeas_flwr.generators.interface import Generator, SampleId, check_attributes
 
 
 def fill(
@@ -46,6 +46,10 @@ def fill(
     labels : array
         int64, in the same order.
     """
+    check_attributes(generator, repr(generator))
+    check_owner(seed, client)
+    if not isinstance(cache, ImageCache | None):
+        raise ValueError(f"cache={cache!r}: must be an ImageCache")
     real = np.asarray(images)
     if real.dtype != np.uint8 or real.shape[1:] != tuple(generator.image_shape) or real.ndim != 4:
         wanted = f"uint8 [N, {', '.join(map(str, generator.image_shape))}]"

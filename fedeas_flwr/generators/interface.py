@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.data.datasets import Images
 
 if TYPE_CHECKING:  # the library works without pydantic
@@ -69,6 +70,13 @@ class Generator(Protocol):
             uint8 ``[len(samples), H, W, C]``, in the order of `samples`.
         """
         ...
+
+
+def check_attributes(generator: object, found: str) -> None:
+    """Raise `ConfigError`, which names an object as ``found``, if it lacks an attribute of `Generator`."""
+    missing = [name for name in ("fingerprint", "image_shape", "num_classes", "sample") if not hasattr(generator, name)]
+    if missing:
+        raise ConfigError(f"generator: {found} without {', '.join(missing)}; give an object such as open_generator's")
 
 
 def check_variety(images: Images, samples: Sequence[SampleId], name: object) -> None:

@@ -62,6 +62,9 @@ def open_generator(
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
     """
+    for name, value in (("spec", spec), ("dataset_name", dataset_name)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r}: must be a string")
     info, (kind, where) = dataset_info(dataset_name), GeneratorSpec.parse(spec)
     if kind == "bank":
         from fedeas_flwr.generators.bank import BankGenerator

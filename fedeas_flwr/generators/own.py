@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.import_path import accepted_arguments, call_with, import_object
 from fedeas_flwr.generators.cache import sample_checked
-from fedeas_flwr.generators.interface import Generator, SampleId
-
-_ATTRIBUTES = ("fingerprint", "image_shape", "num_classes", "sample")
+from fedeas_flwr.generators.interface import Generator, SampleId, check_attributes
 
 
 def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, int], device: str) -> Generator:
@@ -28,9 +26,7 @@ def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, 
     taken = accepted_arguments(build)
     arguments = {key: value for key, value in offered.items() if taken is None or key in taken}
     generator: Generator = call_with(build, path, "generator", arguments)
-    missing = [name for name in _ATTRIBUTES if not hasattr(generator, name)]
-    if missing:
-        raise ConfigError(f"generator: {path!r} returned {type(generator).__name__} without {', '.join(missing)}")
+    check_attributes(generator, f"{path!r} returned {type(generator).__name__}")
     if not isinstance(generator.fingerprint, str) or not generator.fingerprint:
         raise ConfigError(f"generator: {path!r} has fingerprint {generator.fingerprint!r}: must be a text")
     found, needed = (generator.num_classes, tuple(generator.image_shape)), (len(classes), tuple(image_shape))

@@ -45,10 +45,11 @@ from fedeas_flwr.training.build import check_engine
 from fedeas_flwr.training.models import split_state
 
 
-def prepare(config: RunConfig, console: Console) -> RunConfig:
+def prepare(config: RunConfig, console: Console, previous: bool = False) -> RunConfig:
     """Check the run, create what is slow to create, and return its config with absolute paths.
 
-    An error found here costs a second; found by Flower's processes it would cost half a minute.
+    An error found here costs a second; found by Flower's processes it would cost half a minute. For ``previous``
+    see `RunDirectory.check_ready`.
     """
     device = configure_torch(config.device)
     check_config(config)
@@ -58,7 +59,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     config = parse_config(absolute_paths(config.to_user_dict(), Path()))
     if config.run_dir:
         run = RunDirectory(Path(config.run_dir))
-        run.check_ready(config)
+        run.check_ready(config, previous)
         if config.resume:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
             run.check_own_inputs(hash_own_inputs(config))

@@ -95,8 +95,8 @@ def allocate(
     last part; under an adaptive one it is what clients would buy if all classes had the same score.
     """
     counts = checked_counts(counts)
-    if round is not None and round < 1:
-        raise ValueError(f"round={round}: must be at least 1")
+    if round is not None and (not isinstance(round, int | np.integer) or round < 1):
+        raise ValueError(f"round={round!r}: must be an integer of at least 1")
     if isroutine(policy):
         from fedeas_flwr.policies.own import FunctionPolicy
 

@@ -50,13 +50,17 @@ class RunDirectory(RunStatus):
         run.set_status("running")
         return run
 
-    def check_ready(self, config: RunConfig) -> None:
-        """Raise `RunError` if the run cannot start or resume here; call this before anything is prepared."""
+    def check_ready(self, config: RunConfig, previous: bool = False) -> None:
+        """Raise `RunError` if the run cannot start or resume here; call this before anything is prepared.
+
+        With ``previous``, the run resumes from the checkpoint before its last one, which may be damaged.
+        """
         self.refuse_if_it_runs()
         self._refuse_another(config)
         with self._write_errors_as_run_error(), TemporaryFile(dir=existing_part(self.path)):
             pass
-        checkpoint = self.load_checkpoint() if config.resume else None
+        load = self.load_previous_checkpoint if previous else self.load_checkpoint
+        checkpoint = load() if config.resume else None
         if checkpoint is not None:
             self._rounds_until(checkpoint.round)
 

@@ -60,7 +60,7 @@ def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     started: list[RunConfig] = []
-    monkeypatch.setattr("fedeas_flwr.commands.run.start", started.append)
+    monkeypatch.setattr("fedeas_flwr.commands.run.start", lambda config, _: started.append(config))
     again = run_in_process("resume", str(run.path))
     mean, final = (f"{100 * run.summary()[key]:.1f} %" for key in ("last_20", "final"))
     line = f"accuracy: mean of all rounds {mean} · final {final} · peak "
@@ -112,3 +112,14 @@ def test_checkpoint_of_another_shape_drops_no_records(tmp_path: Path) -> None:
     refused = run_in_process("resume", str(run.path), "rounds=3")
     assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
     assert (run.path / "rounds.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("word", "why"), [("rounds=1", "already done 2"), ("alpha=0.5", "alpha = 0.1"), ("callbacks=nothing", "callbacks")]
+)
+def test_rejected_resume_keeps_the_last_checkpoint(word: str, why: str, tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    refused = run_in_process("resume", str(run.path), "--previous", word)
+    assert (refused.returncode, refused.stdout) == (2, "") and why in refused.stderr
+    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}

@@ -359,6 +359,66 @@ def test_other_class_names_are_warned_of_once(caplog: pytest.LogCaptureFixture) 
     assert "A, B, C" in warned and "0, 1, 2" in warned
 
 
+def floats(image: Any) -> torch.Tensor:
+    """Return an image as floats from 0 to 255, [C, H, W]."""
+    return torch.tensor(np.array(image)).reshape(1, 6, 5).float()
+
+
+def standardised(image: Any) -> torch.Tensor:
+    values = floats(image)
+    return (values - values.mean()) / (values.std() + 1e-6)
+
+
+RANGES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "0 to 255": floats,
+    "0 to 1": lambda image: floats(image) / 255,
+    "-1 to 1": lambda image: floats(image) / 127.5 - 1,
+    "normalised": lambda image: (floats(image) / 255 - 0.4) / 0.25,
+    "standardised": standardised,
+    "bytes": lambda image: floats(image).byte(),
+}
+
+
+def add_to_tensors(real: str, made: str, pixels: Any = PIXELS, dtype: torch.dtype | None = None) -> Any:
+    images = torch.stack([RANGES[real](image).to(dtype) for image in pixels])
+    found = Augmenter(GENERATOR, transform=lambda image: RANGES[made](image).to(dtype))
+    return found.augment(TensorDataset(images, torch.tensor(LABELS)), message(), context())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("real", "made"),
+    [
+        ("0 to 1", "0 to 255"),
+        ("-1 to 1", "0 to 1"),
+        ("normalised", "0 to 1"),
+        ("normalised", "0 to 255"),
+        ("0 to 255", "0 to 1"),
+        ("0 to 255", "normalised"),
+    ],
+)
+def test_images_of_another_range_are_rejected(real: str, made: str, dtype: torch.dtype) -> None:
+    line = r"^generator: its images become values from \S+ to \S+, but the dataset has values from \S+ to \S+; give Aug"
+    with pytest.raises(ValueError, match=line):
+        add_to_tensors(real, made, dtype=dtype)
+
+
+@pytest.mark.parametrize("pixels", [PIXELS, 0 * PIXELS, PIXELS // 64, PIXELS // 128, 200 + PIXELS // 8])
+@pytest.mark.parametrize("form", RANGES)
+def test_black_and_bright_images_and_few_values_are_accepted(form: str, pixels: Any) -> None:
+    assert len(add_to_tensors(form, form, pixels)) > len(LABELS)
+
+
+def test_transform_that_shrinks_images_is_accepted() -> None:
+    """It makes grey of thin black and white lines, so that no value would be negative."""
+
+    def halved(image: Image.Image) -> torch.Tensor:
+        return to_tensor(image.resize((5, 3), Image.Resampling.BOX))
+
+    dataset = Pictures(pixels=PIXELS // 4, transform=halved)
+    assert len(Augmenter(GENERATOR).augment(dataset, message(), context())) > len(LABELS)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no β": (
         add(out=Message(RecordDict(), 1, MessageType.TRAIN)),
@@ -391,6 +451,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "server's policy": (lambda: with_fedeas(FedAvg(), BETA, "greedy"), "policy='greedy': must be one of none, fedeas"),
     "server's β": (lambda: with_fedeas(FedAvg(), -1.0), "beta=-1.0: must be"),
+    "server's β as text": (lambda: with_fedeas(FedAvg(), "6"), "beta='6': must be"),  # type: ignore[arg-type]
+    "server's strategy": (lambda: with_fedeas(FedAvg, BETA), "strategy=.*FedAvg.*: must be"),  # type: ignore[type-var]
+    "generator": (lambda: Augmenter(None), "generator: None without fingerprint"),  # type: ignore[arg-type]
+    "seed": (
+        lambda: Augmenter(GENERATOR, seed="1").augment(Pictures(), message(), context()),  # type: ignore[arg-type]
+        "seed='1': must be an integer",
+    ),
     "server's total": (lambda: with_fedeas(FedAvg(), BETA, total=5), "total=5: policy 'fedeas' sets its own"),
     "no answer line": (
         lambda: start(InlineGrid(users_app(answers=False), 4, {}), beta=BETA, policy="uniform"),

@@ -256,6 +256,22 @@ def test_fill_rejects_invalid_generate_per_class(tmp_path: Path, cached: bool) -
     assert (len(images), labels.tolist(), labels.dtype) == (1, [0], np.int64)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"generator": "builtin"}, "generator: 'builtin' without fingerprint, image_shape, num_classes, sample"),
+        ({"generator": None}, "generator: None without"),
+        ({"seed": "1"}, "seed='1': must be an integer of at least 0"),
+        ({"client": -1}, "client=-1: must be"),
+        ({"cache": "folder"}, "cache='folder': must be an ImageCache"),
+    ],
+)
+def test_fill_names_arguments_of_a_wrong_type(wrong: dict[str, Any], why: str) -> None:
+    arguments = {"images": np.zeros((1, 4, 5, 2), np.uint8), "labels": [1], "generate_per_class": [1, 0, 0]}
+    with pytest.raises(ValueError, match=f"^{why}"):
+        fill(**{**arguments, "generator": Fake(), **wrong})
+
+
 @pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
 def test_find_ignores_damaged_manifests(tmp_path: Path, damaged: str) -> None:
     cache = ImageCache(tmp_path)

@@ -277,6 +277,8 @@ def test_model_without_no_label_class_rejects_guidance(tmp_path: Path) -> None:
         ({"num_classes": 7}, "num_class_embeds of .* is 4; it must be 7, or 8"),
         ({"image_shape": (32, 32, 3)}, r"makes images \[8, 8, 1\]; the dataset's are \[32, 32, 3\]"),
         ({"steps": 0}, "steps: 0 is not allowed; give 1 to 1000"),
+        ({"steps": "20"}, "steps: '20' is not allowed; give 1 to 1000"),
+        ({"batch_size": "8"}, "batch_size: '8' is not allowed; give at least 1"),
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
         ({"guidance_start": 0.5, "guidance_stop": 0.5}, "guidance_start: 0.5 is not allowed; give 0 or more, below"),
@@ -295,6 +297,13 @@ def test_invalid_generator_settings_are_rejected_in_one_line(
     with pytest.raises(ValueError, match=message) as caught:
         DiffusionGenerator(tiny, **({"num_classes": 3} | settings))
     assert "\n" not in str(caught.value)
+
+
+def test_open_generator_names_arguments_of_a_wrong_type() -> None:
+    with pytest.raises(ValueError, match=r"^spec=PosixPath\('here'\): must be a string"):
+        open_generator(Path("here"), "digits")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^dataset_name=None: must be"):
+        open_generator("builtin", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,13 @@ class Settings:
         """Raise ValueError for settings that a model with these timesteps and class embeddings cannot have."""
         if self.sampler not in SAMPLER_STEPS:
             raise ValueError(f"sampler: {self.sampler!r} is not allowed; give one of {', '.join(SAMPLER_STEPS)}")
-        if not 1 <= self.steps <= timesteps:
-            raise ValueError(f"steps: {self.steps} is not allowed; give 1 to {timesteps}")
+        if not isinstance(self.steps, int | np.integer) or not 1 <= self.steps <= timesteps:
+            raise ValueError(f"steps: {self.steps!r} is not allowed; give 1 to {timesteps}")
         if self.sampler == "ddim" and timesteps % self.steps:
             # diffusers rounds the stride down, so a step's noise level would not be the one that the next step expects.
             raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {timesteps}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
+        if self.batch_size is not None and (not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1):
+            raise ValueError(f"batch_size: {self.batch_size!r} is not allowed; give at least 1")
         if self.precision not in PRECISIONS or (self.precision == "tf32" and self.device.type == "cpu"):
             allowed = ", ".join(name for name in PRECISIONS if name != "tf32" or self.device.type != "cpu")
             raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
