@@ -44,7 +44,8 @@ def start_node(lab: Path) -> subprocess.Popen[str]:
     (fakes / "flower-supernode").write_text(SUPERNODE)
     (fakes / "flower-supernode").chmod(0o755)
     environment = {"FEDEAS_BIN": str(fakes), "FAKES": str(fakes), "PATH": os.environ["PATH"]}
-    return subprocess.Popen([lab / "node-0" / "start.sh"], env=environment, text=True)
+    start = ["env", "--default-signal=INT,HUP", lab / "node-0" / "start.sh"]  # tests run with nohup or & ignore them
+    return subprocess.Popen(start, env=environment, text=True)
 
 
 def superexec(lab: Path) -> psutil.Process:

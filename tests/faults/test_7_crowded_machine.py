@@ -26,7 +26,7 @@ from fedeas_flwr.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.flower
 
-CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'
+CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\n'
 
 
 def test_port_of_another_process_is_not_our_superlinks() -> None:
