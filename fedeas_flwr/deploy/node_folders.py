@@ -18,7 +18,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation.flower_internals import parse_config_args
-from fedeas_flwr.federation.node_keys import KEYS_FILE, read_node_keys
+from fedeas_flwr.federation.node_keys import KEYS_FILE
 
 _WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
 """Pattern of a key and its value as Flower reads them."""
@@ -44,11 +44,6 @@ def client_keys(folders: Sequence[Path]) -> dict[str, int]:
 def write_client_keys(app: Path, folders: Sequence[Path]) -> None:
     """Write the clients' keys into the app, whose runs then reject all other nodes."""
     atomic_write(app / KEYS_FILE, json.dumps(client_keys(folders), indent=1).encode())
-
-
-def has_client_keys(app: Path, folders: Sequence[Path]) -> bool:
-    """Return whether the app has the clients' current keys."""
-    return read_node_keys(app) == client_keys(folders)
 
 
 def public_key(folder: Path) -> str:

@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from urllib.request import getproxies
@@ -24,11 +25,12 @@ from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import OWN_IMAGES, Node
 from fedeas_flwr.deploy.deployment import CONNECTION, NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
-from fedeas_flwr.deploy.node_folders import has_client_keys, public_key, read_node_config
+from fedeas_flwr.deploy.node_folders import client_keys, public_key, read_node_config
 from fedeas_flwr.deploy.registry import is_registered, list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.inputs import check_generator
 from fedeas_flwr.doctor.machine import check_engine, check_gpu
+from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.launch.superlink import commands_path, is_listening
 
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
@@ -64,18 +66,18 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
 def _check_deployment(folder: Path) -> Iterator[Finding]:
     deployment = read_deployment(folder)
     yield from check_superlink(folder / "superlink", deployment.hosts)
-    places: list[Node] = []
+    clients = Counter[int]()
     for node in deployment.node_folders(folder):
         yield from check_node(node, None)
-        places += [place] if (place := _place(node)) else []
+        with suppress(ValueError, OSError):  # check_node reports it
+            clients[read_node_config(node, here=False).client] += 1
         copy = node / "ca.crt"
         if copy.exists() and copy.read_bytes() != (folder / "flwr" / "ca.crt").read_bytes():
             yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
-    twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
-    if twice:
+    if twice := [client for client, times in clients.items() if times > 1]:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own id in node-config")
     yield from check_gateway(deployment.address, folder / "flwr")
-    if len(places) == len(deployment.node_folders(folder)) and not twice:
+    if len(clients) == len(deployment.node_folders(folder)):
         yield from _check_client_keys(folder, deployment)
     yield from _check_registered(folder, deployment)
 
@@ -213,24 +215,26 @@ def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]
         yield problem("SuperLink", f"{deployment.control_address} does not answer", fix)
         return
     try:
-        known = list_nodes(folder)
+        known = {node["public-key"]: node for node in list_nodes(folder) if is_registered(node)}
     except RunError as error:
         yield problem("registered nodes", error, "see the output of superlink/start.sh")
         return
-    ours = {key: node.name for node in deployment.node_folders(folder) if (key := _public_key(node))}
-    status = {node["public-key"]: node["status"] for node in known if is_registered(node)}
-    for node in known:
-        if is_registered(node) and node["public-key"] not in ours:
+    ours = {}
+    for place in deployment.node_folders(folder):
+        with suppress(ValueError, OSError):  # check_node reports it
+            ours[public_key(place)] = place.name
+    for key, node in known.items():
+        if key not in ours:
             number = node["node-id"]
             yield problem(
                 "registered nodes",
                 f"node {number} ({node['status']}) has a key that no node of this deployment has",
                 f"FLWR_HOME={quote(str(folder / 'flwr'))} flwr supernode unregister {number} {CONNECTION}",
             )
-    if missing := [name for key, name in ours.items() if key not in status]:
+    if missing := [name for key, name in ours.items() if key not in known]:
         text = f"not registered: {', '.join(missing)}"
         yield problem("registered nodes", text, f"fedeas deploy register {quote(str(folder))}")
-    elif offline := [name for key, name in ours.items() if status[key] != "online"]:
+    elif offline := [name for key, name in ours.items() if known[key]["status"] != "online"]:
         online = f"{len(ours) - len(offline)} of {len(ours)} are online, not {', '.join(offline)}"
         yield note("registered nodes", online, "start the others: node-N/start.sh")
     else:
@@ -241,25 +245,10 @@ def _check_client_keys(folder: Path, deployment: Deployment) -> Iterator[Finding
     """Check that runs will accept the nodes: the app has their keys and client ids."""
     fix = f"fedeas deploy register {quote(str(folder))}"
     try:
-        if not has_client_keys(folder / "app", deployment.node_folders(folder)):
+        if read_node_keys(folder / "app") != client_keys(deployment.node_folders(folder)):
             yield problem("app", "it has other keys or client ids than the nodes' folders", fix)
     except ConfigError as error:
         yield problem("app", error, fix)
-
-
-def _public_key(folder: Path) -> str:
-    """Return a node's public key, or an empty text if it cannot be read, which `check_node` reports."""
-    try:
-        return public_key(folder)
-    except (ValueError, OSError):
-        return ""
-
-
-def _place(folder: Path) -> Node | None:
-    try:
-        return read_node_config(folder, here=False)
-    except (ConfigError, OSError):
-        return None
 
 
 def _check_secrets(folder: Path) -> Iterator[Finding]:

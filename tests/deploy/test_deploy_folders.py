@@ -476,6 +476,12 @@ def test_check_compares_the_apps_keys(lab: Path, monkeypatch: pytest.MonkeyPatch
         write_client_keys(lab / "app", folders)
 
 
+def test_check_of_unreadable_node_config_checks_the_rest(lab: Path) -> None:
+    (lab / "node-1" / "node-config").write_bytes(b"client-id=\xff")
+    found = list(examine(lab, RunConfig()))
+    assert [finding.name for finding in found if finding.state == "problem"] == ["node-1", "SuperLink"]
+
+
 def test_clients_keys_travel_with_the_app(lab: Path) -> None:
     from flwr.cli.build import build_fab_from_disk
 
