@@ -220,6 +220,7 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 def _model(config: RunConfig) -> Finding:
     from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.generators.federated import with_folder
+    from fedeas_flwr.generators.learn.builtin import builtin_folder
     from fedeas_flwr.generators.opening import check_for_run, generator_warning
 
     try:
@@ -227,29 +228,20 @@ def _model(config: RunConfig) -> Finding:
     except ValueError:  # check_gpu reports it
         device = "cpu"
     check_for_run(config, device)
-    if config.generator_spec.kind == "builtin":
-        return _builtin()
-    if config.generator_spec.kind == "federated":
-        folder = Path(with_folder(config).generator)
+    kind = config.generator_spec.kind
+    if kind in ("builtin", "federated"):
+        folder = builtin_folder() if kind == "builtin" else Path(with_folder(config).generator)
         if is_whole(folder):
-            return ok("generator", f"federated, {folder}")
-        return note("generator", "federated: the first run with this config trains it")
-    if config.generator_spec.kind == "import path":
+            return ok("generator", f"{kind}, {folder}")
+        lacking = f"builtin is missing or incomplete at {folder}; the first run trains it, a minute on two cores"
+        untrained = "federated: the first run with this config trains it"
+        return note("generator", lacking if kind == "builtin" else untrained)
+    if kind == "import path":
         return ok("generator", config.generator)
     if warning := generator_warning(config):
         return note("generator", warning, "continue its training: `fedeas train-generator … --resume`")
     folder, info = expanded(config.generator, "generator"), dataset_info(config.dataset)
     return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
-
-
-def _builtin() -> Finding:
-    from fedeas_flwr.generators.learn.builtin import builtin_folder
-
-    folder = builtin_folder()
-    if is_whole(folder):
-        return ok("generator", f"builtin, {folder}")
-    text = f"builtin is missing or incomplete at {folder}; the first run trains it, a minute on two cores"
-    return note("generator", text)
 
 
 def _open_bank(where: str, dataset: str) -> BankGenerator:
