@@ -63,10 +63,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             else:
                 _run_ray_with_restarts(config, run, progress, console)
         except KeyboardInterrupt:
-            # A run that has already finished or failed keeps its status, unless it failed because processes died:
-            # that one would have been resumed.
-            if run.status()[0] not in ("finished", "failed") or run.has_died():
-                run.set_status("interrupted")
+            run.set_status("interrupted")
             raise
         except Exception as failure:
             if run.status()[0] == "running":  # the ServerApp did not start, or could not write its status
@@ -169,9 +166,7 @@ def _why_reachable(config: RunConfig) -> str:
 def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isolated: bool) -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(launch_folder())
-        log = stack.enter_context((run.path / "superlink.log").open("ab"))
-        mark = str(folder)
-        environment = own_environment(folder, mark, config.ray_address)
+        environment = own_environment(folder, config.ray_address)
         if isolated:
             environment["FEDEAS_OFFLINE"] = "1"  # `prepare` has downloaded what the run needs
         if may_share_gpu(config):
@@ -180,7 +175,7 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
             environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
         resources = ray_resources(config, pick_device(config.device) == "cuda")
         superlink, processes = start_superlink(
-            environment, folder, log, mark, stack, run, isolated, None if config.ray_address else resources
+            environment, folder, stack, run, isolated, None if config.ray_address else resources
         )
         within = inside(superlink.pid) if isolated else []
         federation = {"num-supernodes": config.clients, **resources}

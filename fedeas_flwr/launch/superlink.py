@@ -58,10 +58,11 @@ def stage_app(config: RunConfig, folder: Path, *others: str) -> Path:
     return folder
 
 
-def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str, str]:
+def own_environment(folder: Path, ray_address: str = "") -> dict[str, str]:
     """Return an environment for processes that share no Flower or Ray with others on this machine.
 
-    ``ray_address`` is the exception: the Ray cluster that the user asked to join.
+    ``folder`` is the launch's temporary folder, whose path is their mark. ``ray_address`` is the exception: the Ray
+    cluster that the user asked to join.
     """
     own_ray = {
         "RAY_TMPDIR": str(folder),
@@ -78,7 +79,7 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
     return {
         **inherited,
         **QUIET,
-        MARK: mark,
+        MARK: str(folder),
         "FLWR_HOME": str(home),
         **({"RAY_ADDRESS": ray_address} if ray_address else own_ray),
         "PYTHONPATH": path,
@@ -102,8 +103,6 @@ def check_commands() -> None:
 def start_superlink(
     environment: dict[str, str],
     folder: Path,
-    log: Any,
-    mark: str,
     stack: ExitStack,
     run: RunDirectory,
     isolated: bool = False,
@@ -114,12 +113,13 @@ def start_superlink(
     If ``isolated``, the SuperLink and all it starts run in their own network namespace. With ``resources``, as from
     `ray_resources`, Ray starts at the same time; otherwise the run joins a cluster.
     """
-    stack.callback(ProcessTree(None, mark).end)  # also ends what Ctrl-C interrupts before the callback below
+    log = stack.enter_context((run.path / "superlink.log").open("ab"))
+    stack.callback(ProcessTree(None, str(folder)).end)  # also ends what Ctrl-C interrupts before the callback below
     for _ in range(_PORT_TRIES):
         port = free_port()
         superlink = _spawn_superlink(port, environment, folder, log, inside() if isolated else [], resources)
-        processes = ProcessTree(superlink, mark)
-        stack.enter_context(watchdog(superlink.pid, mark, folder))
+        processes = ProcessTree(superlink, str(folder))
+        stack.enter_context(watchdog(superlink.pid, folder))
         stack.callback(processes.end)
         if _is_ready(superlink, port, isolated):
             return superlink, processes

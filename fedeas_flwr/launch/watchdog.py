@@ -80,18 +80,13 @@ def end_launch(processes: ProcessTree, folder: Path) -> None:
 
 
 @contextmanager
-def watchdog(root: int, mark: str, folder: Path) -> Iterator[None]:
+def watchdog(root: int, folder: Path) -> Iterator[None]:
     """Run a watchdog process for the duration of the `with` block.
 
-    Parameters
-    ----------
-    root, mark
-        Root process and mark of the launcher's `ProcessTree`.
-    folder
-        Temporary folder of the launcher.
+    ``root`` is the root process of the launcher's `ProcessTree`, whose mark is the launcher's temporary folder.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(root), mark, str(folder)],
+        [sys.executable, "-m", __name__, str(root), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -111,11 +106,10 @@ def is_watchdog(process: psutil.Process) -> bool:
 
 def main() -> None:
     """Wait for the launcher to exit, and kill its processes if it did not do so itself."""
-    root, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    tree = ProcessTree(psutil.Process(root), mark)
-    if sys.stdin.read() == _EXITED_CLEANLY:
-        return
-    end_launch(tree, folder)
+    root, folder = sys.argv[1:]
+    tree = ProcessTree(psutil.Process(int(root)), folder)
+    if sys.stdin.read() != _EXITED_CLEANLY:
+        end_launch(tree, Path(folder))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def test_check_other_ray_notes_a_cluster_not_joined(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found = only(federation.check_other_ray)
     assert found.state == "note" and "10.0.0.1:6379" in found.text
-    assert "RAY_ADDRESS" not in own_environment(tmp_path, "mark")
+    assert "RAY_ADDRESS" not in own_environment(tmp_path)
 
 
 def test_check_shares_without_room_for_generator_is_a_problem(gpu: dict[str, Any]) -> None:

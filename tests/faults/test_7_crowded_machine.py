@@ -51,10 +51,8 @@ def test_superlink_with_a_taken_port_starts_on_another(tmp_path: Path, monkeypat
         taken.listen()
         ports = chain([taken.getsockname()[1]], iter(free_port, None))
         monkeypatch.setattr(superlink, "free_port", lambda: next(ports))
-        log = stack.enter_context((tmp_path / "log").open("wb"))
-        environment = own_environment(tmp_path, "mark-of-this-test")
-        run = RunDirectory(tmp_path)
-        started, tree = superlink.start_superlink(environment, tmp_path, log, "mark-of-this-test", stack, run)
+        environment, run = own_environment(tmp_path), RunDirectory(tmp_path)
+        started, tree = superlink.start_superlink(environment, tmp_path, stack, run)
         assert started.poll() is None
         tree.end()
 
@@ -68,7 +66,7 @@ def test_two_runs_at_once_ignore_a_stale_superlink(tmp_path: Path, monkeypatch: 
     (tmp_path / "home").mkdir()
     port = free_port()
     environment = {
-        **own_environment(tmp_path / "home", "stale"),
+        **own_environment(tmp_path / "home"),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
         "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
         "RAY_ADDRESS": "127.0.0.1:1",
@@ -76,7 +74,7 @@ def test_two_runs_at_once_ignore_a_stale_superlink(tmp_path: Path, monkeypatch: 
     command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
         stale = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    tree = processes.ProcessTree(stale, "stale")
+    tree = processes.ProcessTree(stale, str(tmp_path / "home"))
     try:
         wait_until(lambda: superlink.is_listening(port), "the stale SuperLink listens")
         words = [sys.executable, "-m", "fedeas_flwr", "run", str(tmp_path / "conf.toml"), "actors=1"]

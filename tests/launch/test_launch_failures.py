@@ -65,7 +65,7 @@ def test_ctrl_c_while_the_superlink_starts_ends_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(superlink, "_spawn_superlink", spawn)
     monkeypatch.setattr(superlink, "watchdog", interrupt)
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
-        superlink.start_superlink({}, tmp_path, None, str(tmp_path), stack, RunDirectory(tmp_path))
+        superlink.start_superlink({}, tmp_path, stack, RunDirectory(tmp_path))
     ended = started[0].poll() is not None
     started[0].kill()
     assert ended

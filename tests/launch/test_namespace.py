@@ -173,10 +173,10 @@ def test_each_run_has_its_own_ray_token(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the cluster's")
     for name in "abc":
         (tmp_path / name).mkdir()
-    one, other = (own_environment(tmp_path / name, "mark") for name in "ab")
+    one, other = (own_environment(tmp_path / name) for name in "ab")
     assert one["RAY_AUTH_MODE"] == "token" and len(bytes.fromhex(one["RAY_AUTH_TOKEN"])) == 32
     assert one["RAY_AUTH_TOKEN"] != other["RAY_AUTH_TOKEN"]
-    assert own_environment(tmp_path / "c", "mark", "10.0.0.2:6379")["RAY_AUTH_TOKEN"] == "the cluster's"
+    assert own_environment(tmp_path / "c", "10.0.0.2:6379")["RAY_AUTH_TOKEN"] == "the cluster's"
 
 
 # ------------------------------------------------------------------------------------------- for real, under Ray

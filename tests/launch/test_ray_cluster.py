@@ -30,8 +30,8 @@ def test_cluster_is_joined_only_with_ray_address(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     for name in "ab":
         (tmp_path / name).mkdir()
-    assert "RAY_ADDRESS" not in own_environment(tmp_path / "a", "mark")
-    environment = own_environment(tmp_path / "b", "mark", "10.0.0.2:6379")
+    assert "RAY_ADDRESS" not in own_environment(tmp_path / "a")
+    environment = own_environment(tmp_path / "b", "10.0.0.2:6379")
     assert (environment["RAY_ADDRESS"], "RAY_TMPDIR" in environment) == ("10.0.0.2:6379", False)
     config = parse_config({"clients": 8, "ray-address": "10.0.0.2:6379", "gpu-share": 0.25})
     assert ray_resources(config, on_gpu=True) == {
@@ -97,7 +97,7 @@ def test_two_ray_nodes_give_the_weights_of_one(tmp_path: Path, two_nodes: str, f
     keys: dict[str, Any] = {"participation": 1.0, "device": "cpu"}
     run = finish(small(tmp_path / "two", backend="ray", ray_address=two_nodes, **keys))
     made = sum(record["made"] for record in run.rounds())
-    assert run.service()["images"] == made > 0
-    assert len(run.service()["nodes"]) == 2
+    assert run.read_json("service.json")["images"] == made > 0
+    assert len(run.read_json("service.json")["nodes"]) == 2
     fresh_images("one")
     assert weights(run) == weights(finish(small(tmp_path / "one", **keys)))

@@ -25,13 +25,13 @@ import os, subprocess, sys, time
 from pathlib import Path
 from fedeas_flwr.launch.watchdog import watchdog
 
-inside = os.environ | {"FEDEAS_LAUNCH": "the-mark"}
+inside = os.environ | {"FEDEAS_LAUNCH": sys.argv[1]}
 root = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
 sockets = os.environ | {"ITS_SOCKETS": sys.argv[1] + "/mps"}
 daemon = subprocess.Popen(["sleep", "600"], env=sockets, start_new_session=True)
 alone = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
 orphan = subprocess.run(alone, env=inside, capture_output=True, text=True)
-with watchdog(root.pid, "the-mark", Path(sys.argv[1])):
+with watchdog(root.pid, Path(sys.argv[1])):
     print(root.pid, daemon.pid, orphan.stdout.strip(), flush=True)
     time.sleep(600)
 """
@@ -85,15 +85,15 @@ def only_watchdog_of(folder: Path) -> psutil.Process:
 
 
 def test_watchdog_does_nothing_after_a_clean_exit(tmp_path: Path, root: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(ZeroDivisionError), watchdog(root.pid, "no-mark", tmp_path):
+    with pytest.raises(ZeroDivisionError), watchdog(root.pid, tmp_path):
         raise ZeroDivisionError
     assert root.poll() is None and tmp_path.exists() and not watchdogs_of(tmp_path)
-    with watchdog(root.pid, "no-mark", tmp_path):
+    with watchdog(root.pid, tmp_path):
         assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(only_watchdog_of(tmp_path))
 
 
 def test_killed_watchdog_is_no_error(tmp_path: Path, root: subprocess.Popen[bytes]) -> None:
-    with watchdog(root.pid, "no-mark", tmp_path):
+    with watchdog(root.pid, tmp_path):
         only_watchdog_of(tmp_path).kill()
 
 
