@@ -44,9 +44,8 @@ class RunDirectory(RunStatus):
         remove_unfinished(run.path)
         with run._write_errors_as_run_error():
             run.path.mkdir(parents=True, exist_ok=True)
-            kept: dict[str, Any] = {"classes": run.classes(), "files": run.files()} if config.resume else {}
-            kept |= {WARNING: warning} if config.resume and (warning := run.generator_warning()) else {}
-            run._write_facts({"config": config.to_user_dict(), "environment": dict(environment), **kept})
+            kept = run.facts() if config.resume else {}
+            run._write_facts({**kept, "config": config.to_user_dict(), "environment": dict(environment)})
         run.set_status("running")
         return run
 
@@ -72,10 +71,13 @@ class RunDirectory(RunStatus):
         return config.rounds <= self.config().rounds
 
     def _refuse_another(self, config: RunConfig) -> None:
+        """Raise `RunError` if the folder holds files of the user or a run that this config does not resume."""
         if config.resume:
             self._check_same(config)
-        else:
-            self._refuse_if_taken()
+        elif (self.path / "rounds.jsonl").exists():
+            raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
+        elif holds_others_files(self.path):
+            raise RunError(f"run-dir = '{self.path}' is not empty and holds no run; name a new folder")
 
     @contextmanager
     def _write_errors_as_run_error(self) -> Iterator[None]:
@@ -83,13 +85,6 @@ class RunDirectory(RunStatus):
             yield
         except OSError as error:
             raise RunError(f"run-dir = '{self.path}' cannot be written: {error.strerror or error}") from None
-
-    def _refuse_if_taken(self) -> None:
-        """Raise `RunError` if the folder holds another run or files of the user."""
-        if (self.path / "rounds.jsonl").exists():
-            raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
-        if holds_others_files(self.path):
-            raise RunError(f"run-dir = '{self.path}' is not empty and holds no run; name a new folder")
 
     def _refuse_record(self) -> None:
         """Raise `RunError` if the folder is an exported record, since such a record has no weights."""
@@ -382,7 +377,3 @@ class RunDirectory(RunStatus):
     def save_service(self, stats: Mapping[str, Any]) -> None:
         """Write the statistics of the shared generator."""
         self.write_json("service.json", stats)
-
-    def service(self) -> dict[str, Any]:
-        """Return the last statistics of the shared generator."""
-        return dict(self.read_json("service.json"))

@@ -214,7 +214,7 @@ def test_ray_and_inline_train_the_same_generator(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "ray-cache"))
     ray = finish(tiny(tmp_path / "ray", model="small-cnn", backend="ray"))
     assert weights(training_of(ray.config())) == generator and weights(ray) == weights(inline)
-    assert ray.service()["images"] > 0
+    assert ray.read_json("service.json")["images"] > 0
 
 
 @pytest.mark.flower

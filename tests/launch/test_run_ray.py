@@ -50,8 +50,8 @@ def test_ray_and_inline_give_the_same_weights(tmp_path: Path, fresh_images: Call
     ray = finish(small(tmp_path / "ray", backend="ray", actors=actors, **keys))
     # Every image came from the one shared generator: no client loaded a model.
     assert images_of("inline", tmp_path) == images_of("ray", tmp_path)
-    assert ray.service()["state"] == "ended"
-    assert ray.service()["images"] == sum(record["made"] for record in ray.rounds()) > 0
+    assert ray.read_json("service.json")["state"] == "ended"
+    assert ray.read_json("service.json")["images"] == sum(record["made"] for record in ray.rounds()) > 0
     assert weights(inline) == weights(ray)
     assert inline.summary()["total_generated"] == ray.summary()["total_generated"] > 0
     assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in ray.rounds()]
@@ -89,14 +89,14 @@ def test_killed_generator_does_not_change_the_result(tmp_path: Path, fresh_image
         wait_until(
             lambda: any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")), "some images are in the cache"
         )
-        killed.append(RunDirectory(tmp_path / "r").service()["pid"])
+        killed.append(RunDirectory(tmp_path / "r").read_json("service.json")["pid"])
         os.kill(killed[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
     run = finish(config)
     killer.join()
-    done = run.service()
+    done = run.read_json("service.json")
     assert done["pid"] != killed[0]
     assert 0 < done["images"] < run.rounds()[0]["made"] == run.summary()["total_generated"]
     assert images_of("inline", tmp_path) == images_of("killed", tmp_path)
