@@ -38,10 +38,6 @@ cache_app = typer.Typer(cls=OrderedGroup, help="Manage the cache of generated im
 _LINE_EVERY = 10.0
 _MAX_SHOWN = 20
 
-GeneratorOption = Annotated[
-    str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name")
-]
-
 
 # ------------------------------------------------------------------------------------------------ cache
 
@@ -178,7 +174,9 @@ def generate(
     dataset: Annotated[
         str, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
     ] = "digits",
-    generator: GeneratorOption = "builtin",
+    generator: Annotated[
+        str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name")
+    ] = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="seed of the noise")] = 0,
     sampler: Annotated[str, typer.Option(help=", ".join(SAMPLER_STEPS))] = "dpm++",

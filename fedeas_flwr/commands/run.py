@@ -74,8 +74,8 @@ def resume(
         start(config, previous)
 
 
-def start(config: RunConfig, previous: bool = False) -> RunDirectory:
-    """Prepare and launch a run, print its summary and return its directory.
+def start(config: RunConfig, previous: bool = False) -> None:
+    """Prepare and launch a run, and print its summary.
 
     With ``previous``, it resumes from the checkpoint before its last one.
     """
@@ -96,7 +96,6 @@ def start(config: RunConfig, previous: bool = False) -> RunDirectory:
         again = shlex.join(["fedeas", "resume", config.run_dir])
         raise KeyboardInterrupt(f"stopped; resume with: {again}") from None
     print_summary(finished)
-    return finished
 
 
 def print_summary(run: RunDirectory) -> None:

@@ -34,14 +34,9 @@ _SECONDS = 60
 
 def may_share_gpu(config: RunConfig) -> bool:
     """Return whether a run computes on this machine's GPU and allows MPS; a Ray cluster manages MPS itself."""
-    if config.mps == "off" or config.ray_address or config.device == "cpu":
-        return False
     from fedeas_flwr.common.devices import pick_device
 
-    try:
-        return pick_device(config.device) == "cuda"
-    except ValueError:  # no GPU: the run raises this error itself
-        return False
+    return not (config.mps == "off" or config.ray_address) and pick_device(config.device) == "cuda"
 
 
 @contextmanager

@@ -124,9 +124,8 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     """
     for config in configs:
         check_config(config)
-    for config in _differing(configs, "ray_address"):
-        if config.ray_address:
-            _check_ray_address(config.ray_address)
+    for address in dict.fromkeys(config.ray_address for config in configs if config.ray_address):
+        _check_ray_address(address)
     generating = [config for config in configs if config.generates]
     with_model = [config for config in generating if config.generator_spec.kind != "bank"]
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):

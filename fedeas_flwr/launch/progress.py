@@ -203,14 +203,12 @@ class RoundProgress:
         elif self._left < before:
             since, then = self._pace_from
             seconds = show_seconds(self._left * (now - since) / (then - self._left))
-            self._show_images(f"{images.total - self._left:,} of {images.total:,} images generated", seconds)
-
-    def _show_images(self, done: str, seconds: str) -> None:
-        remaining = f", about {seconds} left" if self._left else ""
-        if self._bar is not None:
-            self._bar.update(self._task, scores=done + remaining)
-        else:
-            self._console.print(f"  {done}{remaining}", highlight=False)
+            remaining = f", about {seconds} left" if self._left else ""
+            done = f"{images.total - self._left:,} of {images.total:,} images generated{remaining}"
+            if self._bar is not None:
+                self._bar.update(self._task, scores=done)
+            else:
+                self._console.print(f"  {done}", highlight=False)
 
     def _show(self, record: dict[str, Any], now: float) -> None:
         if "accuracy" in record:
