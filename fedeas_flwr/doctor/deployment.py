@@ -185,6 +185,10 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
     status other than the gateway's 403 means that everyone who can reach this address controls the federation.
     """
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        fix = "copy superlink-address again from the deployment"
+        yield problem("gateway", f"superlink-address = '{address}': must be HOST:PORT", fix)
+        return
     try:
         trusted = ssl.create_default_context(cafile=folder / "ca.crt")
         for path in _OPERATORS_PATHS:

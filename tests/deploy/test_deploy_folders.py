@@ -404,6 +404,12 @@ def test_check_gateway_verifies_its_authority(lab: Path, silent_port: int, tmp_p
     assert [f.state for f in check_gateway(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
 
 
+@pytest.mark.parametrize("address", ["superlink.lab.example", ":9092", "127.0.0.1:99999"])
+def test_check_gateway_rejects_addresses_without_host_or_valid_port(lab: Path, address: str) -> None:
+    (found,) = check_gateway(address, lab / "node-0")
+    assert (found.state, found.text) == ("problem", f"superlink-address = '{address}': must be HOST:PORT")
+
+
 @pytest.mark.parametrize(
     ("host", "proxy", "code", "reason"),
     [
