@@ -37,7 +37,7 @@ from fedeas_flwr.runs import listing
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import files_of_run
-from fedeas_flwr.runs.listing import check_removable
+from fedeas_flwr.runs.listing import check_removable, describe
 from fedeas_flwr.runs.metrics import summarise
 
 
@@ -113,6 +113,11 @@ def test_rm_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     of_inner = {f"later/inner/{name}" for name in of_a_run}
     assert left == {"thesis.txt", "clients/notes.txt", *of_inner}
     assert inner.state() == "finished" and (elsewhere / "state-000001.safetensors").exists()
+
+
+def test_run_removed_while_it_is_listed_is_damaged(tmp_path: Path) -> None:
+    row = describe(RunDirectory(tmp_path / "gone"))
+    assert (row["state"], row["bytes"]) == ("damaged", 0)
 
 
 def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:
