@@ -61,7 +61,7 @@ def test_watchdog_kills_processes_of_a_killed_launcher(number: int, tmp_path: Pa
     )
     assert launcher.stdout
     root, daemon, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
-    assert orphan.environ()[MARK] == "the-mark"
+    assert orphan.environ()[MARK] == str(folder)
     wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all processes have started")
     started = [root, daemon, orphan, *root.children()]
     os.killpg(launcher.pid, number)
@@ -104,7 +104,7 @@ from fedeas_flwr.launch.watchdog import launch_folder, watchdog
 with launch_folder() as folder:
     inside = os.environ | {"FEDEAS_LAUNCH": str(folder)}
     root = subprocess.Popen(["sh", "-c", "env -i sleep 600 & sleep 600"], env=inside, start_new_session=True)
-    with watchdog(root.pid, str(folder), folder):
+    with watchdog(root.pid, folder):
         print(root.pid, folder, flush=True)
         time.sleep(600)
 """
