@@ -161,7 +161,8 @@ def run_missing(
     missing_runs.archive_finished_runs(results, folder, export)
 
     def prepare() -> None:  # train the built-in generator here, where progress is shown, and not inside a run
-        if choice.scale == "smoke" and any(cell.config.generates for cell in sweep.cells):
+        generating = (cell.config for cell in sweep.cells if cell.config.generates)
+        if any(config.generator_spec.kind == "builtin" for config in generating):
             from fedeas_flwr.launch.prepare import ensure_digits_generator
 
             ensure_digits_generator(console)

@@ -340,6 +340,19 @@ def test_generator_is_trained_only_while_the_folder_is_locked(tmp_path: Path, mo
     assert trained == [[]], "not trained exactly once, before the first run"
 
 
+def test_builtin_generator_is_not_trained_for_runs_with_another(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Console] = []
+    monkeypatch.setattr(prepare, "ensure_digits_generator", trained.append)
+    monkeypatch.setattr(sweep_jobs, "_work", lambda *_: [])
+    args = [f"{BETA_SWEEP_COLUMN}/linear", "--out", "out", "--set", "rounds=2"]
+    for own in ([], ["--set", f"generator={digits_generator}"]):
+        done = run_in_process(*args, *own, cwd=tmp_path)
+        assert (done.returncode, "Missing: " in done.stdout) == (1, True), done.stderr
+    assert len(trained) == 1
+
+
 @pytest.mark.slow
 def test_interrupted_parallel_runs_are_resumed(tmp_path: Path) -> None:
     args = [f"{BETA_SWEEP_COLUMN}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
