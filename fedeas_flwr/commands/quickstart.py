@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fedeas_flwr.commands.output import check_folder, console, print_line
 from fedeas_flwr.common.errors import ConfigError
@@ -35,7 +34,7 @@ def quickstart_command(
     Run the same command again to finish what is left.
     """
     try:
-        quickstart(out.absolute(), console)
+        quickstart(out.absolute())
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "quickstart", *(() if out == _FOLDER else ("--out", str(out)))])
         raise KeyboardInterrupt(f"stopped; resume with: {again}") from None
@@ -46,7 +45,7 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
     return parse_config({**QUICKSTART, "policy": policy, "backend": backend, "run-dir": str(folder / policy)})
 
 
-def quickstart(folder: Path, console: Console) -> None:
+def quickstart(folder: Path) -> None:
     """Finish the four runs in ``folder``, print a table, and write a figure and an HTML report."""
     from fedeas_flwr.report.groups import group_runs
     from fedeas_flwr.report.notes import notes_on
@@ -55,7 +54,7 @@ def quickstart(folder: Path, console: Console) -> None:
 
     _reject_other_folder(folder)
     cells = [_cell(quickstart_config(policy, backend, folder)) for policy, backend in RUNS]
-    groups, left_out = group_runs([_finish(cell, console) for cell in cells])
+    groups, left_out = group_runs([_finish(cell) for cell in cells])
     figure, page = folder / "quickstart.png", folder / "report.html"
     atomic_write(figure, as_png(comparison_figure(groups)))
     write_report(groups, left_out, page)
@@ -90,7 +89,7 @@ def _cell(config: RunConfig) -> SweepRun:
     return cell
 
 
-def _finish(cell: SweepRun, console: Console) -> RunDirectory:
+def _finish(cell: SweepRun) -> RunDirectory:
     """Start or resume one of the runs and return its directory; a finished run is kept."""
     if cell.finished:
         again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])
