@@ -51,10 +51,6 @@ VERSION = "version"
 FIRST_NODE_PORT = 9094
 """Loopback port of the first SuperNode's API; later nodes count up, so that several can share a machine."""
 
-NO_GATEWAY = "whoever reaches its SuperLink's port can run code on every machine of the deployment"
-NO_GATEWAY_FIX = "stop it, write a new folder with fedeas deploy init, and register the nodes again"
-"""Fix for folders written before there was a gateway."""
-
 
 @dataclass(frozen=True)
 class Deployment:
@@ -124,8 +120,6 @@ def read_deployment(folder: Path) -> Deployment:
     path = folder / "deployment.toml"
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-        if "superlink_port" not in found:
-            raise ConfigError(f"{folder} has no gateway: {NO_GATEWAY}; {NO_GATEWAY_FIX}")
         hosts, ports = tuple(found["hosts"]), (int(found["port"]), int(found["superlink_port"]))
         return Deployment(hosts, *ports, int(found["nodes"]), str(found["install_dir"]))
     except (FileNotFoundError, NotADirectoryError):

@@ -24,7 +24,7 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import OWN_IMAGES, Node
-from fedeas_flwr.deploy.deployment import CONNECTION, NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
+from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, read_deployment
 from fedeas_flwr.deploy.node_folders import client_keys, public_key, read_node_config
 from fedeas_flwr.deploy.registry import is_registered, list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
@@ -33,8 +33,7 @@ from fedeas_flwr.doctor.machine import check_engine, check_gpu
 from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.launch.superlink import commands_path, is_listening
 
-_SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
-_GATEWAY_FILES = ("Caddyfile", "gateway.sh")
+_SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh", "Caddyfile", "gateway.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
 _SECRETS = ("ca.key", "server.key", "node.key")
 _SOON = datetime.timedelta(days=30)
@@ -87,8 +86,6 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     if missing := _missing(folder, _SUPERLINK_FILES):
         yield _incomplete(folder, missing)
         return
-    if missing := _missing(folder, _GATEWAY_FILES):
-        yield problem(folder.name, f"{', '.join(missing)} missing: without a gateway {NO_GATEWAY}", NO_GATEWAY_FIX)
     yield from _check_secrets(folder)
     renew = "write a new certificate with fedeas deploy renew"
     try:
@@ -198,7 +195,8 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
             connection.close()
             if status != http.HTTPStatus.FORBIDDEN:
                 fix = "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only"
-                yield problem("gateway", f"{address} answers {status} to POST {path}: {NO_GATEWAY}", fix)
+                risk = "whoever reaches its SuperLink's port can run code on every machine of the deployment"
+                yield problem("gateway", f"{address} answers {status} to POST {path}: {risk}", fix)
                 return
     except ssl.SSLError as error:
         text = f"{address} has no certificate of this deployment: {error}"
