@@ -25,7 +25,7 @@ from fedeas_flwr.runs.listing import (
     describe,
     describe_in_full,
     find_runs,
-    flat_rounds,
+    flat_round,
     prunable_files,
     remove,
 )
@@ -118,7 +118,7 @@ def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run direct
     found = describe_in_full(RunDirectory(folder))  # raises if the folder is not a run
     if found["state"] == "damaged":
         raise RunError(found["error"])
-    sys.stdout.write(as_csv(flat_rounds(RunDirectory(folder).rounds())))
+    sys.stdout.write(as_csv([flat_round(record) for record in RunDirectory(folder).rounds()]))
 
 
 @runs_app.command(short_help="Remove run directories")

@@ -178,17 +178,15 @@ def remove(runs: Sequence[RunDirectory]) -> list[str]:
     return stayed
 
 
-def flat_rounds(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rounds as rows of a table: nested keys as ``seconds.clients``, lists as JSON."""
-    return [dict(_flat(record)) for record in rounds]
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_round(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a round's record as a row of a table: nested keys as ``seconds.clients``, lists as JSON."""
+    row: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            row |= flat_round(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
+            row[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return row
 
 
 def export(run: RunDirectory, folder: Path) -> None:

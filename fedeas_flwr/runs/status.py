@@ -40,7 +40,7 @@ class RunStatus:
         gaps: str = "",
         warnings: Mapping[str, str] | None = None,
     ) -> None:
-        """Write the status of the run, unless it is interrupted after it has ended.
+        """Write the status of the run, unless it is interrupted after it has ended and not because processes died.
 
         A running run lists its processes (a launcher, and the ServerApp that it started) and is running while one of
         them is alive. It keeps the time of its first process's start. A lock keeps these processes from overwriting
@@ -66,7 +66,7 @@ class RunStatus:
         found |= {"gaps": gaps} if gaps else {}
         found |= {"warnings": dict(warnings)} if warnings else {}
         with self._status_lock:
-            if status == "interrupted" and self._has_ended():
+            if status == "interrupted" and self.status()[0] in ("finished", "failed") and not self.has_died():
                 return
             if status == "running":
                 found["since"] = time.time() if pid else time.time() - self.seconds_since_start()
@@ -82,10 +82,6 @@ class RunStatus:
             return max(0.0, time.time() - float(since))
         except (RunError, KeyError, TypeError, ValueError, OverflowError):
             return 0.0
-
-    def _has_ended(self) -> bool:
-        """Return whether the status is final: the launcher may still resume a run whose processes died."""
-        return self.status()[0] in ("finished", "failed") and not self.has_died()
 
     def status(self) -> tuple[str, str]:
         """Return the recorded status, and the error if the run failed."""
