@@ -66,13 +66,7 @@ LABEL_COUNTS = Disclosure(
 
 
 def build_fedgen(config: RunConfig) -> FedGen:
-    """Build FedGen's server part.
-
-    Raises
-    ------
-    ConfigError
-        If the network does not end in a trained linear layer named ``fc``.
-    """
+    """Build FedGen's server part; raise `ConfigError` unless the network ends in a trained Linear named ``fc``."""
     head = getattr(build_network(config), "fc", None)
     if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
         raise ConfigError(
@@ -82,15 +76,7 @@ def build_fedgen(config: RunConfig) -> FedGen:
 
 
 class FedGen(FedAvg):
-    """FedAvg with a generator that is trained on the replies.
-
-    Parameters
-    ----------
-    config
-        The run's config.
-    features
-        Number of inputs of the network's last layer, F.
-    """
+    """FedAvg with a generator, trained on the replies, of the ``features`` inputs of the network's last layer."""
 
     disclosure = LABEL_COUNTS
 
