@@ -79,7 +79,7 @@ class Column:
 
     def title(self, scale: str) -> str:
         """Return the column's head; at smoke scale, it names the column of the paper that the digits replace."""
-        name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
+        name = f"{self.dataset.replace('cifar', 'CIFAR-')}, K = {self.clients}, α = {self.alpha:g}"
         return name if scale == "full" else f"for {name}"
 
     def keys(self, scale: str) -> Keys:
@@ -91,9 +91,6 @@ class Column:
         # There is one built-in dataset, so another partition of it stands in for CIFAR-100.
         seed = 42 if self.dataset == "cifar10" else 43
         return {**SMOKE, "clients": clients, "participation": 3 / clients, "alpha": self.alpha, "partition-seed": seed}
-
-
-_DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 
 def column(name: str) -> Column:
