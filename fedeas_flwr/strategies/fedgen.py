@@ -124,17 +124,16 @@ class FedGen(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Train the generator on the replies' heads; return FedAvg's mean."""
-        taken = [reply for reply in replies if reply.has_content()]
-        if taken:
-            self._generator = train_generator(
-                self._generator,
-                self._heads(taken),
-                steps=self.config.fedgen_steps,
-                batch=self.config.batch_size,
-                rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
-                draws=stream(self.config.seed, "fedgen server", server_round),
-            )
-        return super().aggregate_train(server_round, taken)
+        replies = list(replies)
+        self._generator = train_generator(
+            self._generator,
+            self._heads(replies),
+            steps=self.config.fedgen_steps,
+            batch=self.config.batch_size,
+            rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
+            draws=stream(self.config.seed, "fedgen server", server_round),
+        )
+        return super().aggregate_train(server_round, replies)
 
     def _heads(self, replies: list[Message]) -> Heads:
         states = [to_arrays(reply.content.array_records[ARRAYS]) for reply in replies]
