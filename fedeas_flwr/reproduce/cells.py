@@ -123,6 +123,11 @@ def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[
     return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
 
 
+def variant_names(methods: Variants) -> list[str]:
+    """Return the names of the cells of `variants`."""
+    return [f"{place}/{name}{end}" for place, name, end in variants(methods)]
+
+
 VARIANTS: dict[str, tuple[str, Keys]] = {
     "-clean": ("protocol clean", {"protocol": "clean"}),
     "-shared": ("shared images", {"shared-images": "by-class"}),
@@ -273,16 +278,16 @@ def all_cells() -> list[Cell]:
     main_methods = (*policies, "scaffold", "fedprox", "moon")
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
     cifar100 = ("c100-k100-a0.1", "c100-k20-a0.1")
-    shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
+    shared = variant_names(SHARED)
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
         *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], main_methods),
         *(name for name in shared if name.startswith("c10-")),
         *_pairs([BETA_SWEEP_COLUMN], (*sweep, "without-entropy", "linear")),
-        *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
+        *variant_names(BATCHED),
         *_pairs([*others, *cifar100], main_methods),
         *shared,
-        *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
+        *reversed(variant_names(DRAWN)),
         *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *cifar100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([DEFAULT_COLUMN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
