@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.import_path import accepted_arguments, call_with, import_object, parse_arguments
-from fedeas_flwr.config import STRATEGIES, RunConfig, parse_config
+from fedeas_flwr.config import STRATEGIES, BuiltinStrategy, RunConfig, parse_config
 from fedeas_flwr.config_keys import STRATEGY_KEYS
 from fedeas_flwr.strategies.fedavg import TRAIN_ALL, FedAvg, settings
 from fedeas_flwr.strategies.flower import FlowerStrategyAdapter, check_replies
@@ -145,12 +145,11 @@ TABLE_HEAD = (
 
 def table_rows() -> list[tuple[str, ...]]:
     """Return one row per built-in strategy, for `fedeas strategies` and docs/strategies.md."""
-    rows = []
-    for name, builtin in STRATEGIES.items():
-        algorithm = find_algorithm(name)
-        arguments = own_arguments(algorithm) | parse_arguments(builtin.arguments, "strategy")
-        given = (f"{key}={value}" for key, value in arguments.items() if value is not None)
-        own = ", ".join((*STRATEGY_KEYS.get(name, ()), *given)) or "none"
-        discloses = algorithm.disclosure.what if algorithm.disclosure else algorithm.discloses
-        rows.append((name, builtin.summary, own, discloses, f"{2 + algorithm.extra_models:g}"))
-    return rows
+    return [_table_row(name, builtin, find_algorithm(name)) for name, builtin in STRATEGIES.items()]
+
+
+def _table_row(name: str, builtin: BuiltinStrategy, algorithm: Algorithm) -> tuple[str, ...]:
+    arguments = own_arguments(algorithm) | parse_arguments(builtin.arguments, "strategy")
+    own = (*STRATEGY_KEYS.get(name, ()), *(f"{key}={value}" for key, value in arguments.items() if value is not None))
+    discloses = algorithm.disclosure.what if algorithm.disclosure else algorithm.discloses
+    return name, builtin.summary, ", ".join(own) or "none", discloses, f"{2 + algorithm.extra_models:g}"
