@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -46,13 +46,12 @@ from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import answer_question, checked_plan, images_to_generate
 from fedeas_flwr.runs.class_scores import ClassScores, Evaluated
 from fedeas_flwr.strategies.interface import ClientRound
-from fedeas_flwr.strategies.privacy import clips_update
+from fedeas_flwr.strategies.privacy import Handler, clips_update
 from fedeas_flwr.strategies.registry import find_algorithm
 
 logger = logging.getLogger(__name__)
 app = ClientApp()
 forward_messages_at_once()
-Handler = Callable[[Message, Context], Message]
 
 
 def reply_with_errors(handler: Handler) -> Handler:
@@ -227,11 +226,8 @@ def evaluate_classes(policy: Adaptive, message: Message, context: Context) -> No
 def data_changed(config: RunConfig, client: int, state: ClientState, counts: Sequence[int]) -> bool:
     """Return whether this client's label counts differ from those of its plan.
 
-    Raises
-    ------
-    ValueError
-        If they differ and `data-change` is "refuse": an average of clients that are no longer what they declared is not
-        the requested run. The error does not contain the counts, only their sums.
+    Raise ValueError if they differ and `data-change` is "refuse": an average of clients that are no longer what they
+    declared is not the requested run. The error does not contain the counts, only their sums.
     """
     if state.counts is None or state.counts == tuple(counts):
         return False

@@ -467,11 +467,8 @@ class RunConfig(_Table):
     def _check_task(self) -> None:
         if self.task == "classifier":
             return
-        for key, own in (
-            ("rounds", self.generator_training.rounds),
-            ("participation", self.generator_training.participation),
-        ):
-            if own:
+        for key in ("rounds", "participation"):
+            if own := getattr(self.generator_training, key):
                 raise ValueError(
                     f"generator-training.{key} = {own:g}: must be 0 with task = 'generator': use the key {key}"
                 )

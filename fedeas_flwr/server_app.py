@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -135,7 +135,9 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str, callback
         test = learner.central_test(config, device) if config.evaluation == "central" else None
         run.truncate_rounds(start.round)
         if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
-            start, federation.before_checkpoint = _on_device(start, device), _client_state_writer(device)
+            start, federation.before_checkpoint = _on_device(start, device), kept_states_writer
+            if device != "cpu":  # a quarter of the GPU's memory for states
+                federation.before_checkpoint = partial(kept_states_writer, torch.cuda.mem_get_info()[1] // 4)
         elif is_simulated(grid) and device != "cpu" and _replies_fit(start, config):
             start = _on_device(start, device)  # then replies are checked and averaged there, and Γ̂ computed
         federation.stopped = callbacks.start_run(config, run.rounds())
@@ -284,10 +286,3 @@ def _replies_fit(state: Checkpoint, config: RunConfig) -> bool:
     """Return whether a round's replies, twice, take at most a tenth of the GPU's memory, which clients use too."""
     bytes_of_model = sum(array.nbytes for part in (state.trainable, state.buffers) for array in part.values())
     return bool(20 * config.num_sampled(config.clients) * bytes_of_model <= torch.cuda.mem_get_info()[1])
-
-
-def _client_state_writer(device: str) -> Callable[[], Callable[[], None]]:
-    """Return `kept_states_writer`, with a quarter of the GPU's memory for states."""
-    if device == "cpu":
-        return kept_states_writer
-    return partial(kept_states_writer, torch.cuda.mem_get_info()[1] // 4)

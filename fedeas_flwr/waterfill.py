@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,17 +36,8 @@ class WaterLevel(NamedTuple):
 def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterLevel:
     """Find by bisection the marginal gain at which clients stop to spend the total exactly.
 
-    Parameters
-    ----------
-    total : int
-        Samples to spend.
-    count_at : callable
-        Maps a level to the samples each client would add, see `waterfill_count`; a server asks its clients.
-
-    Returns
-    -------
-    WaterLevel
-        The remainder goes to the clients whose next samples have exactly this gain, lowest client first.
+    ``count_at`` maps a level to the samples each client would add, see `waterfill_count`; a server asks its clients.
+    The remainder goes to the clients whose next samples have exactly this gain, lowest client first.
     """
     check_total(total)
     below, most = 0.0, count_at(0.0)  # everyone balanced
@@ -82,48 +72,35 @@ def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
 
 def waterfill_counter(counts: npt.ArrayLike) -> Callable[[float], IntArray]:
     """Return `waterfill_count` of these counts as a function of the level; the rest is computed once."""
-    return partial(_count, _water(checked_counts(counts)))
-
-
-class _Water(NamedTuple):
-    """Values independent of the level, per client (row) and height that the filling reaches (column)."""
-
-    heights: IntArray
-    sums: IntArray  # cumulative sums of the heights
-    poured: IntArray  # samples added to reach the height
-    excess: FloatArray  # Σ_c n_c (n_c − height) over the higher classes
-    gains: FloatArray  # marginal gains at the height
-
-
-def _water(counts: IntArray) -> _Water:
-    heights, sums, poured = _pour(counts)
-    steps = np.diff(heights, axis=1) * (sums[:, -1:] - sums[:, :-1]).astype(np.float64)
-    excess = np.cumsum(np.pad(steps, ((0, 0), (0, 1)))[:, ::-1], axis=1)[:, ::-1]
-    gains = _gain(sums[:, -1:], poured, excess, heights, np.arange(1, counts.shape[1] + 1))
-    return _Water(heights, sums, poured, excess, gains)
-
-
-def _count(water: _Water, level: float) -> IntArray:
-    heights, sums, poured, excess, gains = water
+    # Per client (row) and height that the filling reaches (column): the samples poured to reach it, the excess
+    # Σ_c n_c (n_c − height) over the higher classes, and the marginal gain.
+    heights, sums, poured = _pour(checked_counts(counts))
     size = sums[:, -1]
-    if level <= 0:
-        return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
-    # The client stops while its j + 1 lowest classes fill up together, below the height of the next class.
-    client, j = np.arange(len(heights)), np.maximum(0, (gains[:, :-1] > level).sum(axis=1) - 1)
-    following = np.minimum(j + 1, heights.shape[1] - 1)
-    lowest, below, next_height = heights[client, j], sums[client, j], heights[client, following]
-    rest, higher = excess[client, following], (size - below).astype(np.float64)
+    steps = np.diff(heights, axis=1) * (size[:, None] - sums[:, :-1]).astype(np.float64)
+    excess = np.cumsum(np.pad(steps, ((0, 0), (0, 1)))[:, ::-1], axis=1)[:, ::-1]
+    gains = _gain(size[:, None], poured, excess, heights, np.arange(1, heights.shape[1] + 1))
 
-    def worth(height: IntArray, over: IntArray) -> BoolArray:
-        """Return whether to continue when the j + 1 lowest classes are at a height, ``over`` of them one higher."""
-        at_height = rest + (next_height - height) * higher + over * (height + 1.0)
-        added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
-        return _gain(size, added, at_height, height, to_level) > level
+    def count(level: float) -> IntArray:
+        if level <= 0:
+            return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
+        # The client stops while its j + 1 lowest classes fill up together, below the height of the next class.
+        client, j = np.arange(len(heights)), np.maximum(0, (gains[:, :-1] > level).sum(axis=1) - 1)
+        following = np.minimum(j + 1, heights.shape[1] - 1)
+        lowest, below, next_height = heights[client, j], sums[client, j], heights[client, following]
+        rest, higher = excess[client, following], (size - below).astype(np.float64)
 
-    rounds_end = first_failing(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
-    height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
-    over = first_failing(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
-    count: IntArray = (j + 1) * height + over - below
+        def worth(height: IntArray, over: IntArray) -> BoolArray:
+            """Return whether to continue when the j + 1 lowest classes are at a height, ``over`` of them one higher."""
+            at_height = rest + (next_height - height) * higher + over * (height + 1.0)
+            added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
+            return _gain(size, added, at_height, height, to_level) > level
+
+        rounds_end = first_failing(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
+        height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
+        over = first_failing(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
+        counted: IntArray = (j + 1) * height + over - below
+        return counted
+
     return count
 
 

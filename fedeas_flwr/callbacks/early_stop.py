@@ -13,12 +13,8 @@ from fedeas_flwr.config import RunConfig
 class EarlyStop:
     """Ends a run by its accuracy; a resumed run counts the rounds before it was interrupted.
 
-    Parameters
-    ----------
-    target
-        Accuracy, from 0 to 1; the first round that reaches it is the last.
-    patience
-        Number of rounds in a row without a new best accuracy after which the run ends.
+    The first round that reaches the accuracy ``target``, from 0 to 1, is the last, and so is the last of ``patience``
+    rounds in a row without a new best accuracy.
     """
 
     def __init__(self, target: float | None = None, patience: int | None = None) -> None:

@@ -19,10 +19,7 @@ log = logging.getLogger("flwr").log
 class MetricsEndpoint:
     """Serves the values of the last round, and sums over all rounds, on the loopback interface.
 
-    Parameters
-    ----------
-    port
-        Port to listen on; 0: any free port, which the log names.
+    Port 0 is any free port, which the log names.
     """
 
     needs_network = True

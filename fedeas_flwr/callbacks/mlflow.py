@@ -25,15 +25,8 @@ class MLflow:
     """Logs the config without paths, every number of a round's record, and the summary.
 
     The MLflow run is tagged with the id of the run directory. A resumed run finds it by the tag, and continues it after
-    its last round.
-
-    Parameters
-    ----------
-    experiment
-        Name of the experiment; it is created if missing.
-    uri
-        The tracking server, such as http://localhost:5000, or an absolute path; by default that of
-        ``MLFLOW_TRACKING_URI``.
+    its last round. A missing ``experiment`` is created. ``uri`` is that of the tracking server, such as
+    http://localhost:5000, or an absolute path; by default that of ``MLFLOW_TRACKING_URI``.
     """
 
     def __init__(self, experiment: str = "fedeas", uri: str = "") -> None:

@@ -61,16 +61,12 @@ class Callbacks:
 
     The first failure of a callback is logged as a warning, later ones are not. It is called again: the next call may
     succeed.
-
-    Attributes
-    ----------
-    warnings
-        Name of each callback that failed → method and error of its first failure, in one line.
     """
 
     def __init__(self, callbacks: Sequence[tuple[str, Any]]) -> None:
         self._callbacks = callbacks
         self.warnings: dict[str, str] = {}
+        """Name of each callback that failed → method and error of its first failure, in one line."""
 
     @property
     def names(self) -> list[str]:

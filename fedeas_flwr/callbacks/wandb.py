@@ -21,13 +21,8 @@ class WeightsAndBiases:
     """Logs the config without paths, every number of a round's record, and the summary.
 
     The W&B run has the id of the run directory, so a resumed run continues it. W&B ignores steps that it already has.
-
-    Parameters
-    ----------
-    project, entity
-        Where the run appears.
-    mode
-        online, offline (write to the run directory, for `wandb sync`) or disabled; by default that of ``WANDB_MODE``.
+    ``mode`` is online, offline (write to the run directory, for `wandb sync`) or disabled; by default that of
+    ``WANDB_MODE``.
     """
 
     def __init__(self, project: str = "fedeas", entity: str | None = None, mode: str | None = None) -> None:

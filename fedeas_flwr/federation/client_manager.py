@@ -44,14 +44,7 @@ _CLIENT_ERRORS = (messages.CLIENT_FAILED, APP_RAISED)
 class ClientManager:
     """Maps the federation's clients to their nodes.
 
-    Parameters
-    ----------
-    grid
-        The grid of the nodes.
-    config
-        ``clients`` is the number K of clients that take part in this run, now or later.
-    declare
-        Called with every client that takes part and its number of real samples.
+    It calls ``declare`` with every client that takes part and its number of real samples.
     """
 
     def __init__(self, grid: Grid, config: RunConfig, declare: Callable[[int, int], None]) -> None:
@@ -79,11 +72,7 @@ class ClientManager:
         """Wait until all clients have identified themselves.
 
         After ``node-wait`` seconds the run starts if the fraction `min-replies` of them has; the others may join later.
-
-        Raises
-        ------
-        RunError
-            If too few clients have identified themselves by then.
+        If fewer have, raise `RunError`.
         """
         deadline, clients = time.monotonic() + self._config.node_wait, self._config.clients
         expected = clients if self.admitted is None else len(self.admitted)

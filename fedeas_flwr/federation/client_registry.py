@@ -25,15 +25,7 @@ log = logging.getLogger("flwr").log
 
 
 class ClientRegistry:
-    """The clients behind a grid.
-
-    Parameters
-    ----------
-    grid
-        Any of Flower's grids, or the inline one.
-    config
-        The validated run-config.
-    """
+    """The clients behind a grid."""
 
     def __init__(self, grid: Grid, config: RunConfig) -> None:
         self.grid, self.config = grid, config

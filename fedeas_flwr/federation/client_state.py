@@ -66,16 +66,10 @@ _WRITERS = 8
 
 
 class ClientStore:
-    """Stores the versions of one client's state.
+    """Stores the versions of one client's state in a folder.
 
-    Parameters
-    ----------
-    folder
-        The folder of this client in this run.
-    owner
-        The run and the client, which every file's digest covers.
-    in_memory
-        Keep new versions in memory until `kept_states_writer`.
+    Every file's digest covers ``owner``, the run and the client. With ``in_memory``, new versions stay in memory until
+    `kept_states_writer`.
     """
 
     def __init__(self, folder: Path, owner: str = "", in_memory: bool = False) -> None:
@@ -118,13 +112,7 @@ class ClientStore:
 
     def write(self, this_round: int, state: ClientState) -> None:
         """Write a version to disk."""
-        facts = {
-            "generate": state.generate,
-            "generator": state.generator,
-            "counts": state.counts,
-            "not_made": state.not_made,
-            "part": state.part,
-        }
+        facts = {name: value for name, value in vars(state).items() if name != "memory"}
         write_checked(self._path(this_round), facts, dict(state.memory), self._of_round(this_round))
 
     def drop_all_but(self, rounds: Collection[int]) -> None:

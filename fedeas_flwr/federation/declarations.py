@@ -19,13 +19,7 @@ from fedeas_flwr.policies.matched import MatchedPolicy
 
 
 class DeclaredSampleCounts:
-    """Records the clients' numbers of real samples, and checks later messages against them.
-
-    Parameters
-    ----------
-    config
-        The run's config.
-    """
+    """Records the clients' numbers of real samples, and checks later messages against them."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._classes = config, len(dataset_info(config.dataset).classes)
@@ -36,13 +30,7 @@ class DeclaredSampleCounts:
         self._examples.setdefault(client, examples)
 
     def check_report(self, report: TrainReport, share: Share) -> None:
-        """Check a train reply's numbers.
-
-        Raises
-        ------
-        MessageError
-            If they do not match the declaration.
-        """
+        """Raise `MessageError` if a train reply's numbers do not match the declaration."""
         declared, limit = self._examples[report.client], self._config.max_examples
         if max(declared, report.examples) > limit:
             raise MessageError(f"num-examples = {max(declared, report.examples)}, but max-examples = {limit}")
@@ -62,13 +50,7 @@ class DeclaredSampleCounts:
         return policy.max_total(samples, self._classes, settings, share)
 
     def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:
-        """Check a reply to a matched policy's question.
-
-        Raises
-        ------
-        MessageError
-            If no label counts with the declared number of samples give this reply.
-        """
+        """Raise `MessageError` if no label counts with the declared number of samples give this reply to a question."""
         samples, settings = self._examples[client], self._config.policy_settings
         bounds = policy.max_reply(samples, self._classes, settings, question, at)
         for key, number, limit in zip(policy.questions[question], numbers, bounds, strict=True):

@@ -58,23 +58,15 @@ def deliver(
 ) -> dict[int, Message]:
     """Send messages, at most one per node; return the replies by node. A node that did not reply in time has none.
 
-    Parameters
-    ----------
-    grid
-        Any grid.
-    out
-        The messages.
-    timeout
-        Seconds for all messages, retries included; 0 means no limit.
-    on_reply
-        Is called with the node and its reply as soon as a reply arrives, but not with an error.
+    ``timeout`` is in seconds, for all messages, retries included; 0 means no limit. ``on_reply`` is called with the
+    node and its reply as soon as a reply arrives, but not with an error.
     """
-    deadline, simulated = time.monotonic() + timeout if timeout else None, is_simulated(grid)
+    deadline, simulated = time.monotonic() + timeout if timeout else math.inf, is_simulated(grid)
     codes = PROCESS_DIED if simulated else (_CRASHED,)
     replies = _exchange(grid, out, deadline, on_reply)
     for _ in range(_PASSES_PER_MESSAGE * len(out) if simulated else 1):
         lost = [message for message in out if _has_code(replies.get(message.metadata.dst_node_id), codes)]
-        if not lost or (deadline is not None and time.monotonic() >= deadline):
+        if not lost or time.monotonic() >= deadline:
             break
         log(WARNING, "%d of %d messages reached a client process that died; sending them again", len(lost), len(out))
         if simulated and not _has_live_process(grid, deadline):
@@ -115,7 +107,7 @@ def _copy_unsent(message: Message) -> Message:
     )
 
 
-def _has_live_process(grid: Grid, deadline: float | None) -> bool:
+def _has_live_process(grid: Grid, deadline: float) -> bool:
     """Probe several times: one dead process may take all probes before a thread passes one to a live process."""
     nodes = sorted(grid.get_node_ids())[:_PROBES]
     for _ in range(_PROBE_ATTEMPTS):
@@ -158,7 +150,7 @@ def _share_arrays(out: Sequence[Message]) -> None:
 
 
 def _exchange(
-    grid: Grid, out: Sequence[Message], deadline: float | None, on_reply: OnReply = lambda node, reply: None
+    grid: Grid, out: Sequence[Message], deadline: float, on_reply: OnReply = lambda node, reply: None
 ) -> dict[int, Message]:
     """Send messages and wait for the replies until the deadline.
 
@@ -166,7 +158,6 @@ def _exchange(
     simulation only ten times per second. In a deployment it would also wait for the reply of a node that
     restarted, although Flower delivers no message twice.
     """
-    until = math.inf if deadline is None else deadline
     if isinstance(grid, InlineGrid):
         found = list(grid.send_and_receive(out))
         return _by_node(_by_id(out), found, on_reply)
@@ -193,10 +184,10 @@ def _exchange(
             if node in since and now.get(node, since[node]) != since[node]:
                 replies[node] = _error_reply(sent[key], "its node went offline after the message was sent")
                 waiting.remove(key)
-        if not waiting or time.monotonic() >= until:
+        if not waiting or time.monotonic() >= deadline:
             break
         pause = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting)) if simulation else _HTTP_PULL_SECONDS
-        time.sleep(min(pause, max(0.0, until - time.monotonic())))
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
     return replies
 
 

@@ -27,16 +27,8 @@ def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Seque
 
     Expanded, this is Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, the paper's 1 − ‖mean‖². This form needs only the inner
     products ⟨Δ_i, Δ_j⟩. The products are summed in float64, because Γ̂ may be as small as 1e-6. A client with Δ_k = 0
-    has no direction, so its Δ̂_k is zero.
-
-    Parameters
-    ----------
-    start
-        θ: the global model, arrays or tensors.
-    ends
-        θ_k: the model that each client trained.
-    weights
-        N_k: each client's number of real samples.
+    has no direction, so its Δ̂_k is zero. ``start`` is θ, the global model, ``ends`` are the clients' θ_k, and
+    ``weights`` their numbers of real samples N_k.
     """
     gram = (_products_of_tensors if any(map(is_tensor, start.values())) else _products)(start, ends)
     norms = np.sqrt(np.diag(gram))

@@ -42,23 +42,8 @@ log = logging.getLogger("flwr").log
 class Federation:
     """Runs federated training from a checkpoint to the last round.
 
-    Parameters
-    ----------
-    grid
-        Any of Flower's grids, or the inline one.
-    config
-        The validated run-config.
-    strategy
-        Builds the messages and aggregates the replies.
-    run
-        The run directory, in which rounds and checkpoints are recorded.
-
     Attributes
     ----------
-    clients
-        The clients behind the grid, and their shares of a matched budget.
-    training
-        Runs one training round at a time.
     on_generation_done, before_checkpoint, on_round_end
         Functions to call: after every client has generated all its images, after a round that gets a checkpoint, and
         with the record of each round. The second one returns a function that is called just before the checkpoint,
@@ -118,10 +103,8 @@ class Federation:
         self._recorded, self._checkpointed_round, self._round_in_progress = start, start.round, start.round
         try:
             state = self._run_rounds(start, test)
-        except BaseException:
+        finally:  # after an error, or if a callback stopped the run; otherwise it was due
             self._checkpoint_last_recorded_round()
-            raise
-        self._checkpoint_last_recorded_round()  # of a run that was stopped; otherwise it was due
         self.run.save_model({key: array for arrays in state.result() for key, array in arrays.items()})
         spent = self._privacy_spent(state)
         self.run.save_summary(
@@ -279,12 +262,8 @@ class Federation:
 def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
     """Let the clients (client → node) evaluate the model on their own test images; return the round's scores.
 
-    Raises
-    ------
-    RunError
-        If no client is online, fewer reply than `min-replies` requires, or none has test images.
-    ProcessesDiedError
-        If too few replied and client processes died.
+    Raise `RunError` if no client is online, fewer reply than `min-replies` requires, or none has test images, and
+    `ProcessesDiedError` if too few replied and client processes died.
     """
     if not nodes:
         raise RunError("evaluation: no client is online")

@@ -14,27 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 from flwr.app import Message
-from flwr.common.config import parse_config_args
+from flwr.common.config import parse_config_args as parse_config_args
 from flwr.common.constant import ErrorCode
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.supercore.utils import get_flwr_home
-
-__all__ = [
-    "APP_RAISED",
-    "Run",
-    "SimulationGrid",
-    "announce_messages",
-    "check_app",
-    "forward_messages_at_once",
-    "get_flwr_home",
-    "identify_process",
-    "local_ports",
-    "parse_config_args",
-    "parse_node_list",
-    "published_files",
-    "set_message_id",
-]
+from flwr.supercore.utils import get_flwr_home as get_flwr_home
 
 APP_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 """Error code of the reply that Flower writes if a ClientApp raises."""
@@ -116,10 +100,7 @@ def published_files(names: Iterable[str]) -> list[str]:
 def check_app(folder: Path, name: str) -> None:
     """Check an app's folder, which will have a name, as `flwr app publish` and the Hub do; print its size.
 
-    Raises
-    ------
-    ValueError
-        With Flower's message, if Flower would reject the app.
+    Raise ValueError with Flower's message if Flower would reject the app.
     """
     import click
     from flwr.cli.app_cmd.publish import _collect_file_paths, _validate_files

@@ -40,18 +40,8 @@ class _SendAndReceiveGrid(Grid):
 class InlineGrid(_SendAndReceiveGrid):
     """Calls the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work.
 
-    Parameters
-    ----------
-    app
-        The ClientApp.
-    clients
-        Number of nodes.
-    run_config
-        The run-config that every node receives.
-    workers
-        Number of threads, each of which runs one client at a time; on a GPU each has its own stream.
-    by_reference
-        The server passes models to the clients as tensors, not as bytes.
+    Each of the threads, ``workers``, runs one client at a time; on a GPU each has its own stream. With
+    ``by_reference``, the server passes models to the clients as tensors, not as bytes.
     """
 
     def __init__(

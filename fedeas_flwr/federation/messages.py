@@ -336,12 +336,8 @@ def read_train_reply(
     """Check a train reply against the model that was sent; return its report and its buffers.
 
     Afterwards the message holds exactly one ArrayRecord and one MetricRecord, as Flower's strategies require, and the
-    record of extra arrays if the strategy expects ``extra`` (arrays with the expected names, dtypes and shapes).
-
-    Raises
-    ------
-    MessageError
-        For any value that must not reach the global model; it names the value.
+    record of extra arrays if the strategy expects ``extra`` (arrays with the expected names, dtypes and shapes). Raise
+    `MessageError`, which names the value, for any that must not reach the global model.
     """
     record = _metrics(message)
     report = _read(TrainReport, record)

@@ -34,14 +34,8 @@ def buy_images(training: TrainingRounds, state: Checkpoint) -> dict[str, Any] | 
     """Let the clients evaluate the model and buy images, if the round that follows ``state`` needs it.
 
     Return the record of the purchase: its images, the level of the price, and each client's number; None if nothing was
-    bought. A client that is offline or does not answer buys nothing, and the others spend the whole part.
-
-    Raises
-    ------
-    TooFewRepliesError
-        If fewer clients answered than `min-replies` requires; the part is then bought before the next round.
-    ProcessesDiedError
-        If this happened and client processes died.
+    bought. A client that is offline or does not answer buys nothing, and the others spend the whole part. Raise as
+    `TrainingRounds.check_quorum` does if too few answer; the part is then bought before the next round.
     """
     registry, number = training.clients, state.round + 1
     policy = registry.config.find_policy()

@@ -66,17 +66,7 @@ class TooFewRepliesError(RunError):
 
 
 class TrainingRounds:
-    """Runs training rounds: each one turns the global model of a round into that of the next.
-
-    Parameters
-    ----------
-    clients
-        The clients to sample from.
-    strategy
-        Builds the messages and aggregates the replies.
-    run
-        The run directory; clients keep their states under its identity.
-    """
+    """Runs training rounds: each one turns the global model of a round into that of the next."""
 
     def __init__(self, clients: ClientRegistry, strategy: Strategy, run: RunDirectory) -> None:
         self.clients, self.strategy, self.run, self.config = clients, strategy, run, clients.config
@@ -94,12 +84,7 @@ class TrainingRounds:
     def train_round(self, state: Checkpoint) -> tuple[Checkpoint, RoundOutcome]:
         """Train the round that follows ``state``; return the state after it and its outcome.
 
-        Raises
-        ------
-        TooFewRepliesError
-            If fewer clients replied than `min-replies` requires.
-        ProcessesDiedError
-            If this happened and client processes died.
+        Raise as `check_quorum` does if too few clients reply.
         """
         number, started = state.round + 1, time.perf_counter()
 

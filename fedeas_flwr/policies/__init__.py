@@ -12,12 +12,5 @@ A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estim
 Each row of a view is one client. On a node, a view has one row: the client's own. The plan of a whole federation makes
 the same calls with one row per client. A policy treats rows independently, so plan and run cannot disagree.
 
-interface.py   what a policy is, and its input
-built_in.py    policies that need a client's counts only: FedEAS, its ablations, Full-Balance, oversample
-matched.py     policies that distribute one total over all clients: Uniform, Missing-only, Waterfill
-adaptive.py    policies that spend FedEAS's total in parts, during training
-registry.py    all of them by name, and `allocate`; a new policy is a class and one line there
-own.py         policies of a user's own package, by import path
-
-This package needs NumPy only.
+A new policy is a class here and one line in `registry.py`. This package needs NumPy only.
 """

@@ -110,15 +110,8 @@ class Adaptive(InParts, MatchedPolicy):
     together spend the part, as under waterfill: clients report how many images they would buy at a price, never of
     which classes.
 
-    Parameters
-    ----------
-    name
-        Name of the policy.
-    value
-        What is measured: maps a client's images to one number of at least 0 each, NaN if unknown. The score of a class
-        is its mean.
-    evaluations
-        Number of rounds in a row, up to the first of a part, in which clients evaluate the model.
+    ``value`` maps a client's images to one number of at least 0 each, NaN if unknown; the score of a class is its mean.
+    Clients evaluate the model in ``evaluations`` rounds in a row, up to the first of a part.
     """
 
     questions: Mapping[str, Sequence[str]] = {"plan": ("total",), "price": ("count",)}

@@ -121,11 +121,6 @@ def find_policy(name: str, arguments: str = "") -> Policy:
     """Return the policy of a name or an import path; ``arguments`` are those of the key ``policy-args``.
 
     Named policies that take no arguments ignore them, so that a sweep can have both kinds.
-
-    Raises
-    ------
-    ConfigError
-        If the import path does not lead to a policy, or the policy does not take the arguments.
     """
     found = POLICIES.get(name)
     if isinstance(found, InParts):
@@ -135,13 +130,7 @@ def find_policy(name: str, arguments: str = "") -> Policy:
 
 
 def load_policy(path: str, arguments: str = "") -> Policy:
-    """Return the policy at an import path.
-
-    Raises
-    ------
-    ConfigError
-        If there is none, or it does not take the arguments.
-    """
+    """Return the policy at an import path; raise `ConfigError` if there is none, or it does not take the arguments."""
     found, given = import_object(path, "policy"), parse_arguments(arguments, "policy-args")
     if isfunction(found):
         return _from_function(found, path, given)
@@ -175,11 +164,9 @@ def _from_function(rule: Rule, path: str, given: Mapping[str, Any]) -> FunctionP
 def check_policy(policy: Policy, counts: IntArray, settings: PolicySettings) -> None:
     """Check a policy of a user's own on label counts, before a run.
 
-    Raises
-    ------
-    ConfigError
-        If its plan is not made of integers of at least 0, differs between two calls or depends on other clients'
-        counts, exceeds its own ``max_total`` or misses its total, or if a ``total`` is given that it does not take.
+    Raise `ConfigError` if its plan is not made of integers of at least 0, differs between two calls or depends on other
+    clients' counts, exceeds its own ``max_total`` or misses its total, or if a ``total`` is given that it does not
+    take.
     """
     try:
         _check_plans(policy, counts, settings)

@@ -100,7 +100,7 @@ def allocate(
     if isroutine(policy):
         from fedeas_flwr.policies.own import FunctionPolicy
 
-        return allocate(counts, FunctionPolicy(policy), beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+        policy = FunctionPolicy(policy)
     if not isinstance(policy, str | Policy):
         raise ValueError(f"policy={policy!r}: must be a name, a Policy or a function")
     if isinstance(policy, str) and policy not in REFERENCES and policy not in POLICIES:
@@ -130,10 +130,7 @@ def images_to_generate(policy: Policy, view: ClientView) -> IntArray:
 def checked_plan(policy: Policy, view: ClientView) -> IntArray:
     """Return a policy's plan, zeros for a client without images.
 
-    Raises
-    ------
-    ConfigError
-        If the plan is not one integer of at least 0 for each count.
+    Raise `ConfigError` if the plan is not one integer of at least 0 for each count.
     """
     planned = policy.plan(view)
     try:

@@ -18,7 +18,6 @@ from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 
 Counts = npt.NDArray[np.int64]
-_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def draw(maps: HeatMaps) -> Figure:
     for name, values in maps.generated:
         plans.setdefault(values.tobytes(), ([], values))[0].append(name)
     panels = 1 + len(plans)
-    columns = 1 if panels == 1 else _COLUMNS
+    columns = min(panels, 2)
     rows = math.ceil(panels / columns)
     height = min(6.0, max(2.8, 0.32 * len(maps.counts)))
     figure = Figure(figsize=(4.6 * columns, height * rows), layout="constrained")

@@ -111,11 +111,6 @@ class Group:
         return [member.config.seed for member in self.members]
 
     @property
-    def colour(self) -> str:
-        """Return the colour of the group's style."""
-        return self.style.colour
-
-    @property
     def lengths(self) -> list[int]:
         """Return the distinct numbers of rounds of the runs, in ascending order."""
         return sorted({len(member.rounds) for member in self.members})

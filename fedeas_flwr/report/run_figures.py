@@ -40,8 +40,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
         rounds = curve.shape[1]
         window = (max(1, rounds - 19), rounds)
         low, high = 100 * (score.mean - (score.sd or 0)), 100 * (score.mean + (score.sd or 0))
-        axes.fill_between(window, low, high, color=group.colour, alpha=0.25, lw=0)
-        axes.hlines(100 * score.mean, *window, color=group.colour, ls=(0, (2, 1.5)), lw=1.2)
+        axes.fill_between(window, low, high, color=group.style.colour, alpha=0.25, lw=0)
+        axes.hlines(100 * score.mean, *window, color=group.style.colour, ls=(0, (2, 1.5)), lw=1.2)
     axes.set(xlabel="round", ylabel="test accuracy (%)")
     _rounds_axis(axes)
     within(axes, 100)
@@ -92,13 +92,13 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
         axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
         for group, row in zip(known, values, strict=True):
-            axes.plot(places, row, group.style.marker, ms=7, color=group.colour, label=group.name, zorder=2)
+            axes.plot(places, row, group.style.marker, ms=7, color=group.style.colour, label=group.name, zorder=2)
         _name_classes(axes, [classes[label] for label in order])
     else:
         for group in known:
             assert group.per_class is not None
             values, line = 100 * group.per_class[order], group.style.line
-            axes.plot(places, values, color=group.colour, ls=line, lw=1.3, label=group.name)
+            axes.plot(places, values, color=group.style.colour, ls=line, lw=1.3, label=group.name)
         axes.set_xticks([])
     label = textwrap.fill(f"class, worst first for: {(baseline or known[0]).name}", 95, break_on_hyphens=False)
     axes.set(xlabel=label, ylabel=f"accuracy (%), {score_of(known)}")
@@ -126,11 +126,13 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
         score = group.spread("last_20")
         assert score is not None
         spread, marker = None if score.sd is None else 100 * score.sd, group.style.marker
-        style: dict[str, Any] = {"ms": 9, "capsize": 4, "color": group.colour, "label": group.name}
+        style: dict[str, Any] = {"ms": 9, "capsize": 4, "color": group.style.colour, "label": group.name}
         axes.errorbar(group.images, 100 * score.mean, spread, fmt=marker, **style)
         if len(score.values) > 1:
             images = [member.summary["total_generated"] for member in group.members]
-            axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
+            axes.plot(
+                images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.style.colour, alpha=0.7
+            )
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set(xlabel="total images generated", ylabel=f"accuracy (%), {score_of(groups)}")
     axes.margins(0.08)

@@ -79,7 +79,7 @@ class Column:
 
     def title(self, scale: str) -> str:
         """Return the column's head; at smoke scale, it names the column of the paper that the digits replace."""
-        name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
+        name = f"{self.dataset.replace('cifar', 'CIFAR-')}, K = {self.clients}, α = {self.alpha:g}"
         return name if scale == "full" else f"for {name}"
 
     def keys(self, scale: str) -> Keys:
@@ -91,9 +91,6 @@ class Column:
         # There is one built-in dataset, so another partition of it stands in for CIFAR-100.
         seed = 42 if self.dataset == "cifar10" else 43
         return {**SMOKE, "clients": clients, "participation": 3 / clients, "alpha": self.alpha, "partition-seed": seed}
-
-
-_DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 
 def column(name: str) -> Column:
@@ -124,6 +121,11 @@ def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[
     """Return column, method and suffix of each method itself, with an empty suffix, and of its variants."""
     named = [(place, name, ends) for place in methods if place in columns for name, ends in methods[place].items()]
     return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
+
+
+def variant_names(methods: Variants) -> list[str]:
+    """Return the names of the cells of `variants`."""
+    return [f"{place}/{name}{end}" for place, name, end in variants(methods)]
 
 
 VARIANTS: dict[str, tuple[str, Keys]] = {
@@ -276,16 +278,16 @@ def all_cells() -> list[Cell]:
     main_methods = (*policies, "scaffold", "fedprox", "moon")
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
     cifar100 = ("c100-k100-a0.1", "c100-k20-a0.1")
-    shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
+    shared = variant_names(SHARED)
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
         *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], main_methods),
         *(name for name in shared if name.startswith("c10-")),
         *_pairs([BETA_SWEEP_COLUMN], (*sweep, "without-entropy", "linear")),
-        *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
+        *variant_names(BATCHED),
         *_pairs([*others, *cifar100], main_methods),
         *shared,
-        *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
+        *reversed(variant_names(DRAWN)),
         *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *cifar100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([DEFAULT_COLUMN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),

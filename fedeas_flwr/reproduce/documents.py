@@ -12,7 +12,6 @@ what is below. The column of the second cell may be left out.
     peak c10-k100-a0.1/fedeas                      mean of the seeds' best rounds, %
     sd c10-k100-a0.1/fedeas                        standard deviation of last-20 over the seeds, points
     paper, paper-peak c10-k100-a0.1/fedeas         the paper's last-20 and peak, %
-    removed c10-k20-a0.1/fedeas                    label imbalance that the plan removes, %
     agreement, distance quality-cifar100/g1-n20    from the report on a generator's images
     last-20 c10-k100-a0.1/fedeas - uniform         ours minus ours
     last-20 c10-k100-a0.1/uniform - paper          ours minus the paper's; or paper … - ours
@@ -30,9 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.allocation import removed
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import all_cells, matching
 from fedeas_flwr.reproduce.extra_tables import policies_table, records_table, sweep_table
@@ -101,14 +98,9 @@ def find_blocks(path: Path, text: str) -> list[Block]:
 
 def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
-        if block.words[:1] == ["sweep"]:
-            return table_markdown(_sweep(block.words[1:], folders)) + "\n", []
-        if block.words[:1] == ["records"]:
-            results = find_results(all_cells(), scale, folders, more)
-            table = records_table(results, _records_folder(block.words, folders))
-            return table_markdown(table) + "\n", results.unreadable
-        if block.words[:1] == ["policies"]:
-            return table_markdown(policies_table(_records_folder(block.words, folders))) + "\n", []
+        if block.words and block.words[0] in ("sweep", "records", "policies"):
+            table, unreadable = _folder_table(block.words, scale, folders, more)
+            return table_markdown(table) + "\n", unreadable
         choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
@@ -121,20 +113,20 @@ def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[st
     return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
 
 
-def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
+def _folder_table(
+    words: Sequence[str], scale: str, folders: Sequence[Path], more: Mapping[str, Any]
+) -> tuple[Table, list[str]]:
+    """Return the table of a folder, and a line for every unreadable record."""
     match words:
-        case [name, base] if "=" in base and (found := _folder_inside(folders, name)):
-            return sweep_table(found, base)
-    raise ConfigError(
-        f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, with FOLDER inside a folder of --runs"
-    )
-
-
-def _records_folder(words: Sequence[str], folders: Sequence[Path]) -> Path:
-    match words:
-        case [_, name] if found := _folder_inside(folders, name):
-            return found
-    raise ConfigError(f"'{' '.join(words)}': must be {words[0]} FOLDER, with FOLDER inside a folder of --runs")
+        case ["sweep", name, base] if "=" in base and (found := _folder_inside(folders, name)):
+            return sweep_table(found, base), []
+        case ["policies", name] if found := _folder_inside(folders, name):
+            return policies_table(found), []
+        case ["records", name] if found := _folder_inside(folders, name):
+            results = find_results(all_cells(), scale, folders, more)
+            return records_table(results, found), results.unreadable
+    wanted = f"{words[0]} FOLDER{' KEY=VALUE' if words[0] == 'sweep' else ''}"
+    raise ConfigError(f"'{' '.join(words)}': must be {wanted}, with FOLDER inside a folder of --runs")
 
 
 def _folder_inside(folders: Sequence[Path], name: str) -> Path | None:
@@ -178,10 +170,6 @@ class InlineNumbers:
         if statistic in _REPORT_MEASURES:
             key, factor = _REPORT_MEASURES[statistic]
             return factor * float(json.loads((self._folder(name) / "report.json").read_text())[key])
-        if statistic == "removed":
-            config = matching(name)[0].config(self._scale, 1)
-            counts = planned_counts(config)
-            return 100 * removed(counts, planned_allocation(config, counts))
         if statistic in ("paper", "paper-peak"):
             published = (last_20_of if statistic == "paper" else peak_of)(self._results, name).paper
             if published is None:

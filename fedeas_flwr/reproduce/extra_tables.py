@@ -222,10 +222,15 @@ def policies_table(folder: Path) -> Table:
         shown += [show_ours(last), show_ours(peak), NONE, NONE]
         apart = [100 * (run.last_20 - base[seed].last_20) for seed, run in runs.items() if seed in base]
         if policy != "none" and apart:
-            error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
-            shown[-2:] = f"{signed(statistics.fmean(apart), 2)}{error}", f"{sum(a > 0 for a in apart)} of {len(apart)}"
+            shown[-2:] = _show_differences(apart, 2)
         table.add([policy, *shown], last, peak)
     return table
+
+
+def _show_differences(apart: Sequence[float], digits: int) -> tuple[str, str]:
+    """Return the mean of differences, with its standard error if there are several, and how many are above 0."""
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.{digits}f}" if len(apart) > 1 else ""
+    return f"{signed(statistics.fmean(apart), digits)}{error}", f"{sum(a > 0 for a in apart)} of {len(apart)}"
 
 
 PARTITION = "partition-seed"
@@ -253,17 +258,16 @@ def sweep_table(folder: Path, base: str) -> Table:
     table = Table([*keys, "Partitions", "Images, mean", "Last-20 %", f"To {base}", "Partitions above it"])
     for setting in sorted(found, key=lambda setting: setting[:at] + setting[at + 1 :]):
         runs = found[setting]
-        ours = [100 * run["last_20"] for run in runs.values()]
+        last = Value("", "last-20 %", tuple(100 * run["last_20"] for run in runs.values()), (), None, 1)
         shown = [str(len(runs)), f"{statistics.mean(run['images'] for run in runs.values()):,.0f}"]
-        shown += [f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f}", NONE, NONE]
+        shown += [show_ours(last), NONE, NONE]
         if setting[at] != value:
             base_setting = (*setting[:at], value, *setting[at + 1 :])  # which may lack a key that only others have
             (other,) = (
                 o for one, o in found.items() if all(b in ("", s) for b, s in zip(one, base_setting, strict=True))
             )
             apart = [100 * (run["last_20"] - other[seed]["last_20"]) for seed, run in runs.items()]
-            mean, error = statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
-            shown[-2:] = f"{signed(mean, 1)} ± {error:.1f}", f"{sum(one > 0 for one in apart)} of {len(apart)}"
+            shown[-2:] = _show_differences(apart, 1)
         table.add([*setting, *shown])
     return table
 

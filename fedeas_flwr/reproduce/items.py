@@ -20,11 +20,10 @@ from fedeas_flwr.reproduce.cells import (
     RULES,
     SHARED,
     Cell,
-    Variants,
     all_cells,
     column,
     matching,
-    variants,
+    variant_names,
 )
 from fedeas_flwr.reproduce.results import Results, find_results
 from fedeas_flwr.reproduce.tables import Table
@@ -53,10 +52,6 @@ class Item:
 
 def _on(place: str, *methods: str) -> list[str]:
     return [f"{place}/{method}" for method in methods]
-
-
-def _with_variants(methods: Variants) -> list[str]:
-    return [f"{place}/{name}{end}" for place, name, end in variants(methods)]
 
 
 _CONVERGENCE = [*_on(BETA_SWEEP_COLUMN, "fedeas", "missing-only"), *_on(DEFAULT_COLUMN, "fedeas", "missing-only")]
@@ -180,7 +175,7 @@ ITEMS: dict[str, Item] = {
     "shared": Item(
         "Beyond the paper: each client's own images, or the same images for all clients",
         "Budgets are exactly the same; the rows differ only in which images the clients share.",
-        _with_variants(SHARED),
+        variant_names(SHARED),
         extra_tables.shared_table,
         in_smoke=False,
     ),
@@ -189,7 +184,7 @@ ITEMS: dict[str, Item] = {
         "Steps uniform in log SNR keep the contrast that steps uniform in time lose. Guidance moves an image away from "
         "what the generator would make without a class. The paper cites guidance but gives no scale. Public code "
         "with the paper's generator settings uses a scale of 6 and a rescaling of 0.7 by default.",
-        _with_variants(DRAWN),
+        variant_names(DRAWN),
         extra_tables.drawn_table,
         in_smoke=False,
     ),
@@ -197,7 +192,7 @@ ITEMS: dict[str, Item] = {
         "Beyond the paper: small last batches",
         "An accuracy drop: a round after the tenth whose accuracy is more than 5 points below the median of the 13 "
         "rounds around it.",
-        _with_variants(BATCHED),
+        variant_names(BATCHED),
         extra_tables.batches_table,
         in_smoke=False,
     ),

@@ -44,8 +44,14 @@ PEAK: dict[str, Row] = {
     "fedeas": (70.25, 72.74, 73.66, 51.44, 73.25, 73.71, 73.33, 52.56),
 }
 
-FEDEAS_IMAGES = (18_080, 13_437, 5_675, 29_639, 36_697, 33_650, 15_666, 74_005)
-FULL_BALANCE_IMAGES = (None, 226_783, None, 612_492, None, 246_394, None, 826_762)
+# Generated images
+_IMAGES: dict[str, tuple[int | None, ...]] = {
+    **dict.fromkeys(LAST_20, (0,) * len(COLUMNS)),
+    **dict.fromkeys(
+        ("fedeas", "uniform", "missing-only"), (18_080, 13_437, 5_675, 29_639, 36_697, 33_650, 15_666, 74_005)
+    ),
+    "full-balance": (None, 226_783, None, 612_492, None, 246_394, None, 826_762),
+}
 
 # Supplement, F, on c10-k20-a0.1: method → last-20, images, gain over FedAvg, η
 BETA_SWEEP: dict[str, tuple[float, int, float | None, float | None]] = {
@@ -110,13 +116,4 @@ def images(method: str, column: str) -> int | None:
         known = {name: row[1] for name, row in BETA_SWEEP.items()} | {name: row[0] for name, row in ABLATION.items()}
         if method in known:
             return known[method]
-    totals: tuple[int | None, ...]
-    if method in ("fedeas", "uniform", "missing-only"):
-        totals = FEDEAS_IMAGES
-    elif method == "full-balance":
-        totals = FULL_BALANCE_IMAGES
-    elif method in LAST_20:
-        totals = (0,) * len(COLUMNS)
-    else:
-        return None
-    return totals[COLUMNS.index(column)] if column in COLUMNS else None
+    return _IMAGES[method][COLUMNS.index(column)] if method in _IMAGES else None

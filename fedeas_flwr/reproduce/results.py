@@ -130,14 +130,14 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     Of two runs with the same seed and form of Γ̂, the first one found counts. Of ``more``, run-config keys for all runs,
     those in `experiment_key` must also match.
     """
-    wanted = {_hashable(experiment_key(one.config(scale, 1, more))): one.name for one in cells}
+    wanted = {frozenset(experiment_key(one.config(scale, 1, more)).items()): one.name for one in cells}
     found: dict[str, dict[tuple[int, str], Measured]] = {one.name: {} for one in cells}
     repeated: list[Path] = []
     unreadable: list[str] = []
     for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
         try:
             config = run.config()
-            name = wanted.get(_hashable(experiment_key(config)))
+            name = wanted.get(frozenset(experiment_key(config).items()))
             if name is None or run.state() != "finished":
                 continue
             measured = measure(run, config)
@@ -151,10 +151,6 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
             repeated.append(run.path)
     by_seed = {name: sorted(runs.values(), key=lambda run: run.seed) for name, runs in found.items()}
     return Results(scale, by_seed, repeated, unreadable)
-
-
-def _hashable(values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    return frozenset(values.items())
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,8 @@ class FedAvg(flower.FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the mean of the replies' arrays, weighted by real samples; None without replies."""
-        contents = [reply.content for reply in replies if reply.has_content()]
-        if not contents:
-            return None, None
+        """Return the mean of the replies' arrays, weighted by real samples."""
+        contents = [reply.content for reply in replies]
         weights = [float(content.metric_records[METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
         states = [to_arrays(content.array_records[ARRAYS]) for content in contents]
         return to_record(weighted_average(states, weights)), None

@@ -66,13 +66,7 @@ LABEL_COUNTS = Disclosure(
 
 
 def build_fedgen(config: RunConfig) -> FedGen:
-    """Build FedGen's server part.
-
-    Raises
-    ------
-    ConfigError
-        If the network does not end in a trained linear layer named ``fc``.
-    """
+    """Build FedGen's server part; raise `ConfigError` unless the network ends in a trained Linear named ``fc``."""
     head = getattr(build_network(config), "fc", None)
     if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
         raise ConfigError(
@@ -82,15 +76,7 @@ def build_fedgen(config: RunConfig) -> FedGen:
 
 
 class FedGen(FedAvg):
-    """FedAvg with a generator that is trained on the replies.
-
-    Parameters
-    ----------
-    config
-        The run's config.
-    features
-        Number of inputs of the network's last layer, F.
-    """
+    """FedAvg with a generator, trained on the replies, of the ``features`` inputs of the network's last layer."""
 
     disclosure = LABEL_COUNTS
 
@@ -138,17 +124,16 @@ class FedGen(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Train the generator on the replies' heads; return FedAvg's mean."""
-        taken = [reply for reply in replies if reply.has_content()]
-        if taken:
-            self._generator = train_generator(
-                self._generator,
-                self._heads(taken),
-                steps=self.config.fedgen_steps,
-                batch=self.config.batch_size,
-                rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
-                draws=stream(self.config.seed, "fedgen server", server_round),
-            )
-        return super().aggregate_train(server_round, taken)
+        replies = list(replies)
+        self._generator = train_generator(
+            self._generator,
+            self._heads(replies),
+            steps=self.config.fedgen_steps,
+            batch=self.config.batch_size,
+            rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
+            draws=stream(self.config.seed, "fedgen server", server_round),
+        )
+        return super().aggregate_train(server_round, replies)
 
     def _heads(self, replies: list[Message]) -> Heads:
         states = [to_arrays(reply.content.array_records[ARRAYS]) for reply in replies]

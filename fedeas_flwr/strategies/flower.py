@@ -46,15 +46,7 @@ tests/strategies/test_flower_strategies.py fails if an attribute is missing here
 
 
 class FlowerStrategyAdapter(flower.Strategy):
-    """Run one of Flower's strategies, or one like them, inside `Federation`.
-
-    Parameters
-    ----------
-    inner
-        The strategy, in its DP wrapper if `dp` is on.
-    config
-        The run's config.
-    """
+    """Run one of Flower's strategies, or one like them, inside `Federation`; in its DP wrapper if `dp` is on."""
 
     def __init__(self, inner: flower.Strategy, config: RunConfig) -> None:
         self.inner, self.config = inner, config

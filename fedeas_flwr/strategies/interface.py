@@ -108,13 +108,7 @@ class Disclosure:
         return f"disclose-{self.question}"
 
     def check_allowed(self, config: RunConfig) -> None:
-        """Check that the run-config allows the disclosure.
-
-        Raises
-        ------
-        ConfigError
-            If the key is false or missing; if it is false, the message names what would be disclosed.
-        """
+        """Raise `ConfigError` unless the run-config has the key and it is true."""
         allowed = config.to_user_dict().get(self.key)
         if allowed is None:
             raise ConfigError(f"strategy = '{config.strategy}' needs the key {self.key}, which the run-config lacks")

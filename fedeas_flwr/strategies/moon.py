@@ -31,11 +31,8 @@ RECEIVED, PREVIOUS = "received/", "previous/"
 def build_moon(config: RunConfig) -> FedAvg:
     """Build FedAvg, after checking that the model has features and that they depend on one image only.
 
-    Raises
-    ------
-    ConfigError
-        If the model does not end in a linear layer named ``fc``, or has a BatchNorm without running statistics: it
-        uses the batch's statistics in evaluation mode too, so an image's features would depend on its batch.
+    A BatchNorm without running statistics uses the batch's in evaluation mode too, so an image's features would depend
+    on its batch.
     """
     model = build_network(config)
     if not isinstance(getattr(model, "fc", None), nn.Linear):

@@ -45,10 +45,7 @@ MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": ad
 def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strategy:
     """Wrap a strategy in the wrapper that `dp` names; return it unchanged without `dp`.
 
-    Raises
-    ------
-    ConfigError
-        If the wrapper's noise would not cover this config.
+    Raise `ConfigError` if the wrapper's noise would not cover this config.
     """
     if config.dp == "none":
         return strategy
@@ -85,11 +82,7 @@ def describe_noise(config: RunConfig, trainable: Arrays) -> str:
 
     The mean of n updates has a norm of at most C, its noise one of σ·C·√d/n with d parameters. Over T rounds the
     updates move the model by at most T·C, if all have one direction, and the noise by √T times its norm in a round.
-
-    Raises
-    ------
-    ConfigError
-        If the noise moves a generator further than all updates together can.
+    Raise `ConfigError` if the noise moves a generator further than all updates together can.
     """
     if config.dp == "none" or config.dp_noise_multiplier == 0:
         return ""

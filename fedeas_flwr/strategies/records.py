@@ -114,12 +114,8 @@ def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
     They are tensors on the devices of those of ``expected`` if these are tensors.
 
     The norm of all floating-point arrays together must be at most 1e6 times that of ``expected``, or 1e6 if that is
-    below 1, as of a model or a control variate of zeros; whole numbers must be within ±2**53.
-
-    Raises
-    ------
-    ArrayMismatchError
-        With the array's name; raised before decoding where the declared dtype or shape is wrong.
+    below 1, as of a model or a control variate of zeros; whole numbers must be within ±2**53. Otherwise raise
+    `ArrayMismatchError`, before decoding where the declared dtype or shape is wrong.
     """
     if isinstance(record, InProcessRecord):
         return _check_in_process(to_arrays(record), expected)

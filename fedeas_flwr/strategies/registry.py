@@ -48,11 +48,8 @@ def find_algorithm(strategy: str) -> Algorithm:
 def build_strategy(config: RunConfig) -> Strategy:
     """Build and return the strategy that the run-config names; its `clients` must be the size of the federation.
 
-    Raises
-    ------
-    ConfigError
-        If the strategy cannot be built, needs more replies per round than the run-config guarantees, cannot be combined
-        with `dp`, or needs a disclosure that the run-config does not allow.
+    Raise `ConfigError` if the strategy cannot be built, needs more replies per round than the run-config guarantees,
+    cannot be combined with `dp`, or needs a disclosure that the run-config does not allow.
     """
     algorithm = find_algorithm(config.strategy)
     if algorithm.disclosure is not None:

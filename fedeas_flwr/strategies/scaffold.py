@@ -31,12 +31,9 @@ from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
 def build_scaffold(config: RunConfig) -> Scaffold:
-    """Build SCAFFOLD for a federation of `clients` clients.
+    """Build SCAFFOLD; raise `ConfigError` with momentum or weight decay.
 
-    Raises
-    ------
-    ConfigError
-        With momentum or weight decay: (x − y)/(Tη) is the mean gradient for plain SGD only.
+    (x − y)/(Tη) is the mean gradient for plain SGD only.
     """
     for key, value in (("momentum", config.momentum), ("weight-decay", config.weight_decay)):
         if value:
@@ -111,8 +108,7 @@ class ScaffoldObjective(Objective):
 class ScaffoldClient(ClientAlgorithm):
     """SCAFFOLD's client part: stores c_i as its memory."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.objective = ScaffoldObjective()
+    objective = ScaffoldObjective()
 
     def prepare(self, task: ClientRound) -> Inputs:
         """Return c − c_i, under ``correction/``."""

@@ -147,7 +147,7 @@ def test_any_other_key_makes_a_group_named_by_it(tmp_path: Path) -> None:
         "FedAvg, nothing generated, learning-rate = 0.1",
         "FedEAS",
     ]
-    assert len({group.colour for group in grouped(*runs)}) == 3
+    assert len({group.style.colour for group in grouped(*runs)}) == 3
 
 
 def test_another_strategy_is_not_called_fedavg(tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def test_into_compares_a_sweep_on_equal_partitions(place: Path) -> None:
     ]
 
 
+def test_into_writes_a_sweep_of_one_partition_without_deviations(place: Path) -> None:
+    runs = [{"partition-seed": 1, "policy": policy, "last_20": 0.5, "images": 0} for policy in ("none", "fedeas")]
+    grid = {"partition-seed": [1], "policy": ["none", "fedeas"]}
+    (place / "records" / "one").mkdir()
+    (place / "records" / "one" / "sweep.json").write_text(json.dumps({"config": {}, "grid": grid, "runs": runs}))
+    (place / "doc.md").write_text("<!-- reproduce sweep one policy=none -->\n<!-- end -->\n")
+    done = into(cwd=place)
+    assert done.returncode == 0, done.stderr
+    rows = (place / "doc.md").read_text().splitlines()[4:6]
+    assert rows == ["| none | 1 | 0 | 50.0 | – | – |", "| fedeas | 1 | 0 | 50.0 | +0.0 | 0 of 1 |"]
+
+
 def test_into_compares_records_of_a_changed_strategy(tmp_path: Path) -> None:
     cell, curve = f"{BETA_SWEEP_COLUMN}/scaffold", [0.3] * 60 + [0.2] * 140
     record(tmp_path / "records" / "cell-s1", cell, 1, curve)

@@ -53,7 +53,7 @@ class TwoClients:
 
     def client(self, client: int, steps: int) -> tuple[float, ClientAlgorithmResult]:
         assert isinstance(self.server, Scaffold)
-        part = ScaffoldClient(self.config)
+        part = ScaffoldClient()
         task = ClientRound(
             self.config, 1, client, "cpu", self.x, {}, self.server.extra(), self.controls[client], torch.zeros(2), steps
         )
@@ -128,7 +128,7 @@ def test_reply_extra_has_the_order_of_the_model(steps: int) -> None:
     memory = {name: np.ones(2, np.float32) for name in ("a", "z")}
     config = quick(Path("/nowhere"), strategy="scaffold")
     task = ClientRound(config, 2, 0, "cpu", model, {}, model, memory, torch.zeros(1), steps)
-    assert list(ScaffoldClient(config).finish(task, model, {}).extra) == ["z", "a"]
+    assert list(ScaffoldClient().finish(task, model, {}).extra) == ["z", "a"]
 
 
 # ------------------------------------------------------------------------------------------- the invariant
