@@ -72,7 +72,8 @@ class RunningService:
             raise ValueError(
                 "generator: the cluster's nodes have different generators; copy one folder to the same path on all"
             )
-        return " ".join([self._name, found[0][0], str(min(batch for _, batch in found)), *self._nodes])
+        batch, nodes = min(batch for _, batch in found), ",".join(self._nodes)
+        return f"{self._name} {batch} {nodes} {found[0][0]}"  # a fingerprint may contain spaces
 
     def stats(self) -> dict[str, Any]:
         """Return the sums of the actors' counters; after `release_gpu`, their last values before it."""
@@ -190,8 +191,8 @@ class ServiceGenerator:
     """A client's generator, which gets its images from the service at an address of `RunningService.address`."""
 
     def __init__(self, address: str, dataset_name: str) -> None:
-        self._name, self.fingerprint, batch, *self._nodes = address.split(" ")
-        self.batch_size = int(batch)
+        self._name, batch, nodes, self.fingerprint = address.split(" ", 3)
+        self.batch_size, self._nodes = int(batch), nodes.split(",") if nodes else []
         info = dataset_info(dataset_name)
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 
