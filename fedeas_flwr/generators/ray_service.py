@@ -53,7 +53,8 @@ class RunningService:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._nodes = gpu_nodes(ray)
         options = {
-            **actor_demand(ray, config, device, max(1, len(self._nodes))),
+            "num_cpus": 0,  # the clients use all CPUs
+            "num_gpus": gpu_share(ray, config, max(1, len(self._nodes))) if device == "cuda" else 0,
             "max_restarts": -1,
             "max_concurrency": 10_000,  # every client may wait at once
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
@@ -138,12 +139,8 @@ def _open(values: dict[str, Any], device: str) -> Generator:
     return open_for_run(parse_config(values), device)
 
 
-def actor_demand(ray: Any, config: RunConfig, device: str, actors: int = 1) -> dict[str, float]:
-    """Return the resources of one actor: its GPU fraction, and no CPU, because the clients use all CPUs."""
-    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config, actors) if device == "cuda" else 0}
-
-
-def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
+def gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
+    """Return the fraction of a GPU that each of the actors requests; raise ConfigError if the clients leave less."""
     if ray.cluster_resources().get("GPU", 0) == 0:  # Ray manages no GPU, so the clients request none either
         return 0
     left = ray.available_resources().get("GPU", 0)
