@@ -98,15 +98,15 @@ class ImageCache:
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
             missing: list[int] = []
-            ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
             for label, count in enumerate(counts):
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            # Reading the batch size may load the generator.
-            step = _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
-            if missing:
-                report(0, len(missing))
+            if not missing:
+                return images, labels, 0
+            ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
+            step = _BATCHES_PER_CHUNK * batch_size(generator)  # may load the generator
+            report(0, len(missing))
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])

@@ -12,7 +12,6 @@ was waiting for. Earlier images are in the image cache.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.processes import MARK
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import Images, dataset_info
+from fedeas_flwr.data.node import running_ray
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.service import GeneratorService
@@ -129,10 +129,8 @@ def start_service(config: RunConfig, device: str) -> RunningService | None:
 
     Ray is called only if it is running: in a deployment, a call would start a cluster.
     """
-    ray = sys.modules.get("ray")
-    if ray is None or not config.generates or not ray.is_initialized():
-        return None
-    return RunningService(ray, config, device)
+    ray = running_ray()
+    return RunningService(ray, config, device) if ray is not None and config.generates else None
 
 
 def _open(values: dict[str, Any], device: str) -> Generator:
@@ -159,8 +157,8 @@ def clients_share_gpu() -> bool | None:
 
     Call this after the clients have replied and before the service starts. Ray hides the GPU from a client without one.
     """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = running_ray()
+    if ray is None:
         return None
     return bool(ray.available_resources().get("GPU", 0) < ray.cluster_resources().get("GPU", 0))
 
