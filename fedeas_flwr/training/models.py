@@ -20,8 +20,6 @@ from fedeas_flwr.common.text import one_line
 
 ImageShape = tuple[int, int, int]
 
-STEMS = ("7x7", "3x3")
-
 drawing = threading.RLock()
 """Lock for torch's generator, of which a process has one: new networks and layers such as dropout draw from it."""
 
@@ -107,8 +105,8 @@ def build_model(
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
     from torchvision.models import resnet18  # slow to import
 
-    if stem not in STEMS:
-        raise ValueError(f"stem: {stem!r} is not known; use one of {', '.join(STEMS)}")
+    if stem not in ("7x7", "3x3"):
+        raise ValueError(f"stem: {stem!r} is not known; use one of 7x7, 3x3")
     channels = image_shape[2]
     model: nn.Module = resnet18(weights=None, num_classes=num_classes)
     if stem == "3x3":
