@@ -250,6 +250,4 @@ def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
     # With mmap_mode, NumPy also rejects a file that is shorter than its header says.
     arrays: Arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in KEYS}
     check_arrays(info, arrays, str(folder))
-    if any(arrays[key].dtype != np.int64 for key in ("y_train", "y_test")):
-        raise ValueError(f"{folder}: labels are not int64")
     return arrays

@@ -23,15 +23,7 @@ from fedeas_flwr.common.files import expanded, refuse_special
 from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.import_path import check_installed
 from fedeas_flwr.common.text import one_line
-from fedeas_flwr.data.own_images import (
-    OwnImages,
-    check_classes,
-    check_labels,
-    class_names,
-    decode_images,
-    few_names,
-    renumber_labels,
-)
+from fedeas_flwr.data.own_images import OwnImages, decode_images, few_names, match_classes
 
 LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
 
@@ -154,14 +146,7 @@ def _read(
     if not len(rows):
         raise ValueError(f"{path} has no images")
     image = _image_column(spec, rows.features)
-    labels, called = _labels(spec, rows, image)
-    names = tuple(classes or ())
-    if classes is None:
-        names = class_names(path, None if called is None else np.array(called), int(labels.max()) + 1)
-    elif called is not None:
-        labels = renumber_labels(path, labels, called, names)
-    check_classes(path, names)
-    check_labels(path, "the labels", labels, names)
+    labels, names = match_classes(path, "the labels", *_labels(spec, rows, image), classes)
     try:
         rows = rows.select_columns(image).cast_column(image, datasets.Image(decode=False))
     except Exception:  # Arrow's errors and TypeError
@@ -191,7 +176,7 @@ def _column(spec: HfSpec, what: str, features: Mapping[str, Any], found: Sequenc
     return found[0]
 
 
-def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], tuple[str, ...] | None]:
+def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], NDArray[np.str_] | None]:
     """Return the labels, and the names of the classes unless they are numbers."""
     from datasets import ClassLabel
 
@@ -205,10 +190,10 @@ def _labels(spec: HfSpec, rows: Any, image: str) -> tuple[NDArray[np.int64], tup
     if all(isinstance(value, str) for value in values):
         names = sorted(set(values), key=(lambda name: (int(name), name)) if all(map(str.isdecimal, values)) else None)
         numbers = {name: label for label, name in enumerate(names)}
-        return np.array([numbers[value] for value in values], np.int64), tuple(names)
+        return np.array([numbers[value] for value in values], np.int64), np.array(names, str)
     if not all(type(value) is int for value in values):
         raise ValueError(f"{spec.where}: column {column!r} has {features[column]}; labels must be names or integers")
     if min(values) < 0:
         raise ValueError(f"{spec.where}: column {column!r} has a label {min(values)}; must be whole numbers from 0")
     named = isinstance(features[column], ClassLabel)
-    return np.array(values, np.int64), tuple(features[column].names) if named else None
+    return np.array(values, np.int64), np.array(features[column].names, str) if named else None

@@ -95,7 +95,7 @@ class Node:
 
 def is_simulated_node(node_config: Mapping[str, Any]) -> bool:
     """Return whether a node's config is that of a simulated client."""
-    return node_config.get(SIMULATED) is True or _under_ray()
+    return node_config.get(SIMULATED) is True or running_ray() is not None
 
 
 def read_node(node_config: Mapping[str, Any]) -> Node:
@@ -161,9 +161,10 @@ def _max_images(node_config: Mapping[str, Any]) -> int | None:
     return limit if generate else 0
 
 
-def _under_ray() -> bool:
-    ray = sys.modules.get("ray")  # not imported here: a SuperNode does not need it
-    return ray is not None and bool(ray.is_initialized())
+def running_ray() -> Any:
+    """Return the module ray if Ray is running, else None; it is not imported, since a SuperNode does not need it."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
 
 
 def run_folder(config: RunConfig, run_id: int) -> Path:

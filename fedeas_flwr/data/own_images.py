@@ -107,9 +107,7 @@ def _read_folder(
 ) -> OwnImages:
     inside = _class_folders(path)
     names = tuple(classes) if classes is not None else tuple(folder.name for folder in inside)
-    numbers = {name: label for label, name in enumerate(names)}
-    if classes is not None:
-        numbers = _numbers_of(path, "subfolder", [folder.name for folder in inside], names)
+    numbers = _numbers_of(path, "subfolder", [folder.name for folder in inside], names)
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
     there = {file.parent for file, _ in files}
     if not files:
@@ -274,17 +272,27 @@ def _read_npz(
     if images.shape[1:] != expected:
         must = ", ".join(map(str, expected))
         raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
-    called, names = arrays.get("classes"), tuple(classes or ())
+    return OwnImages(images, *match_classes(path, "y", labels, arrays.get("classes"), classes))
+
+
+def match_classes(
+    path: Path, y: str, labels: NDArray[Any], called: NDArray[Any] | None, classes: Sequence[str] | None
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return labels ``y`` and the names of their classes: ``classes``, or without these the file's own, ``called``."""
     if classes is None:
         names = class_names(path, called, int(labels.max()) + 1)
-    elif called is not None:
-        labels = renumber_labels(path, labels, class_names(path, called, 0), names)
+    else:
+        names = tuple(classes)
+        if called is not None:
+            labels = _renumber_labels(path, labels, class_names(path, called, 0), names)
     check_classes(path, names)
-    check_labels(path, "y", labels, names)
-    return OwnImages(images, labels.astype(np.int64), names)
+    check_labels(path, y, labels, names)
+    return labels.astype(np.int64), names
 
 
-def renumber_labels(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
+def _renumber_labels(
+    path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]
+) -> NDArray[np.int64]:
     """Translate the labels of a file that names its classes to those of ``names``, whose order may differ."""
     numbers = _numbers_of(path, "class", called, names)
     if len({numbers[name] for name in called}) < max(1, len(called)):

@@ -47,7 +47,8 @@ class DatasetInfo:
     """Whether a mirrored image keeps its class: a car does, a digit does not."""
 
 
-_CIFAR100_CLASSES = (
+_CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100 = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle "
     "caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant "
     "flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man "
@@ -56,40 +57,23 @@ _CIFAR100_CLASSES = (
     "snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train "
     "trout tulip turtle wardrobe whale willow_tree wolf woman worm"
 )
+_FASHION_MNIST = "t-shirt trouser pullover dress coat sandal shirt sneaker bag ankle_boot"
+
+
+def _cifar(name: str, classes: str, mean: tuple[float, ...], std: tuple[float, ...]) -> DatasetInfo:
+    return DatasetInfo(name, tuple(classes.split()), (32, 32, 3), mean, std, 50_000, 10_000, True)
+
+
 BUILT_IN = {
     info.name: info
     for info in (
         # Mean and standard deviation of the 1,438 train images.
         DatasetInfo("digits", tuple("0123456789"), (8, 8, 1), (0.3058,), (0.3764,), 1438, 359, False),
+        _cifar("cifar10", _CIFAR10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
+        _cifar("cifar100", _CIFAR100, mean=(0.5071, 0.4865, 0.4409), std=(0.2009, 0.1984, 0.2023)),
+        # Not mirrored: all shoes point in one direction.
         DatasetInfo(
-            "cifar10",
-            ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-            (32, 32, 3),
-            (0.4914, 0.4822, 0.4465),
-            (0.2023, 0.1994, 0.2010),
-            50_000,
-            10_000,
-            True,
-        ),
-        DatasetInfo(
-            "cifar100",
-            tuple(_CIFAR100_CLASSES.split()),
-            (32, 32, 3),
-            (0.5071, 0.4865, 0.4409),
-            (0.2009, 0.1984, 0.2023),
-            50_000,
-            10_000,
-            True,
-        ),
-        DatasetInfo(
-            "fashion-mnist",
-            ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"),
-            (28, 28, 1),
-            (0.2860,),
-            (0.3530,),
-            60_000,
-            10_000,
-            False,  # all shoes point in one direction
+            "fashion-mnist", tuple(_FASHION_MNIST.split()), (28, 28, 1), (0.2860,), (0.3530,), 60_000, 10_000, False
         ),
     )
 }

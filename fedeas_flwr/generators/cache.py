@@ -98,15 +98,15 @@ class ImageCache:
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
             missing: list[int] = []
-            ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
             for label, count in enumerate(counts):
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            # Reading the batch size may load the generator.
-            step = _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
-            if missing:
-                report(0, len(missing))
+            if not missing:
+                return images, labels, 0
+            ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
+            step = _BATCHES_PER_CHUNK * batch_size(generator)  # may load the generator
+            report(0, len(missing))
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
@@ -123,7 +123,7 @@ class ImageCache:
         lacking = 0
         for label, count in enumerate(wanted):
             there = np.zeros(count, dtype=bool)
-            for _, start, stop in _shards(_class_folder(_client_folder(folder, client), label)):
+            for _, start, stop in shards(_class_folder(_client_folder(folder, client), label)):
                 there[start:stop] = True
             lacking += int((~there).sum())
         return lacking
@@ -149,7 +149,7 @@ class ImageCache:
         """Return up to ``count`` cached images of a class, in the order of clients."""
         found: list[Images] = []
         for client in sorted(folder.glob("client-*")):
-            for path, _, _ in _shards(_class_folder(client, label)):
+            for path, _, _ in shards(_class_folder(client, label)):
                 images = read_shard(path)
                 if images is not None:
                     found.append(images)
@@ -238,7 +238,7 @@ def _class_folder(folder: Path, label: int) -> Path:
 def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
     """Fill `into` with the first images of a class; return a mask of those that were in the cache."""
     there = np.zeros(len(into), dtype=bool)
-    for path, start, stop in _shards(folder):
+    for path, start, stop in shards(folder):
         if start >= len(into):
             continue
         images = read_shard(path)
@@ -251,7 +251,8 @@ def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
     return there
 
 
-def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
+def shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yield the shards of a class, each with the range of its images."""
     for path in sorted(folder.glob("*-*.npy")):
         first, _, end = path.stem.partition("-")
         if first.isdecimal() and end.isdecimal():

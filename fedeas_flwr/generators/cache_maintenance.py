@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.common.files import existing_part
 from fedeas_flwr.common.text import counted, parse_bytes, show_bytes
-from fedeas_flwr.generators.cache import MANIFEST, ImageCache, read_manifest, read_shard
+from fedeas_flwr.generators.cache import MANIFEST, ImageCache, read_manifest, read_shard, shards
 from fedeas_flwr.generators.interface import Generator
 
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
@@ -55,7 +56,9 @@ def _entry(folder: Path) -> Entry:
     except OSError:  # written by a version without manifests
         last_used, facts = folder.stat().st_mtime, {}
     blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
-    return Entry(folder.name, folder, _BLOCK * sum(blocks), _count_images(folder), last_used, facts)
+    ranges = itertools.chain.from_iterable(map(shards, folder.glob("client-*/class-*")))
+    images = sum(stop - start for _, start, stop in ranges)
+    return Entry(folder.name, folder, _BLOCK * sum(blocks), images, last_used, facts)
 
 
 def _size(path: Path) -> int:
@@ -65,18 +68,13 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _count_images(folder: Path) -> int:
-    ranges = (re.fullmatch(r"(\d+)-(\d+)\.npy", path.name) for path in folder.glob("client-*/class-*/*.npy"))
-    return sum(int(found[2]) - int(found[1]) for found in ranges if found)
-
-
 def verify(cache: ImageCache) -> tuple[int, list[Path]]:
     """Return the number of shards, and those with a wrong checksum; change nothing.
 
     Images of damaged shards are generated again when next needed.
     """
-    shards = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
-    return len(shards), [path for path in shards if read_shard(path) is None and os.path.lexists(path)]
+    paths = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
+    return len(paths), [path for path in paths if read_shard(path) is None and os.path.lexists(path)]
 
 
 def prune(

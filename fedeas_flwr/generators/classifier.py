@@ -8,9 +8,10 @@ test images. The model of a run needs no pooled images.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -27,8 +28,6 @@ from fedeas_flwr.common.files import atomic_path, cache_root
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
 from fedeas_flwr.data.sources import DatasetInfo, find_source, is_own
-from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.interface import Generator
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import copy_state
@@ -51,7 +50,7 @@ class Classifier:
     """A classifier of generated images, trained on real ones; the last layer of ``model`` is ``fc``."""
 
     def __init__(
-        self, dataset: Dataset | DatasetInfo, model: torch.nn.Module, device: str, test_accuracy: float
+        self, dataset: Dataset | DatasetInfo, model: torch.nn.Module, device: str, test_accuracy: float = math.nan
     ) -> None:
         self.test_accuracy = test_accuracy
         self._model, self._device = model.to(device).eval(), device
@@ -106,16 +105,14 @@ def _independent_classifier(dataset_name: str, data_dir: str, origin: str, devic
     model = build_model(name, len(dataset.classes), (shape[0], shape[1], shape[2]), stem="3x3", seed=7919)
     path = cache_root() / "classifiers" / f"{called}-{name}-{_VERSION}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
+    classifier = Classifier(dataset, model, device)
     with FileLock(f"{path}.lock"):
         try:
-            state = load_file(path)
+            model.load_state_dict(load_file(path))
         except (FileNotFoundError, SafetensorError):  # missing or damaged
-            _train(Classifier(dataset, model, device, 0.0), dataset, _EPOCHS[name])
-            state = model.cpu().state_dict()
+            _train(classifier, dataset, _EPOCHS[name])
             with atomic_path(path) as temporary:
-                save_file(state, temporary)
-    model.load_state_dict(state)
-    classifier = Classifier(dataset, model, device, 0.0)
+                save_file(model.state_dict(), temporary)
     classifier.test_accuracy = agreement(classifier, np.asarray(dataset.x_test), np.asarray(dataset.y_test))[0]
     return classifier
 
@@ -156,8 +153,9 @@ def small_classifier(dataset: Dataset, device: str = "cpu") -> Classifier:
     chosen = np.random.default_rng(7919).permutation(len(dataset.y_train))[:number]
     part = replace(dataset, x_train=dataset.x_train[chosen], y_train=dataset.y_train[chosen])
     model = build_model("small-cnn", len(dataset.classes), (shape[0], shape[1], shape[2]), seed=7919)
-    _train(Classifier(part, model, device, 0.0), part, _EPOCHS["small-cnn"])
-    return Classifier(dataset, model, device, float("nan"))
+    classifier = Classifier(part, model, device)
+    _train(classifier, part, _EPOCHS["small-cnn"])
+    return classifier
 
 
 def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
@@ -185,6 +183,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
                 done, shown = epoch * len(order) + number, now
                 left = show_seconds((steps - done) * (now - began) / done)
                 logger.info("classifier: step %d of %d, about %s left", done, steps, left)
+    model.eval()
 
 
 def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[float, list[float | None]]:
@@ -199,26 +198,21 @@ def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[f
 
 
 def ensure_filtered(
-    cache: ImageCache,
-    generator: Generator,
+    ensure: Callable[..., tuple[Images, Labels, int]],
+    wanted: Sequence[int],
     classifier: Classifier,
     min_probability: float,
-    *,
-    seed: int,
-    client: int,
-    wanted: Sequence[int],
-    about: Mapping[str, Any] | None = None,
-    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Images, Labels, int, int]:
     """Return images as `ImageCache.ensure` does, replacing those that the classifier rejects by later ones.
 
-    An image is rejected if its class has less than ``min_probability``. The cache keeps all images, so that runs with
-    another threshold, or without one, share them. The last two values are the number of images generated in this call,
-    rejected ones included, and the number of images rejected, whose generation counts as well.
+    ``ensure`` is that method with all arguments but ``wanted``, the number of images per class. An image is rejected
+    if its class has less than ``min_probability``. The cache keeps all images, so that runs with another threshold, or
+    without one, share them. The last two values are the number of images generated in this call, rejected ones
+    included, and the number of images rejected, whose generation counts as well.
     """
     raw, made = [int(n) for n in wanted], 0
     while True:
-        images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about, report=report)
+        images, labels, new = ensure(wanted=raw)
         made += new
         probabilities, _ = classifier.predict(images)
         good = probabilities[np.arange(len(labels)), labels] >= min_probability

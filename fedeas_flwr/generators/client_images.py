@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -140,21 +140,22 @@ def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
     """Return the client's synthetic images, their labels, and the numbers of newly generated and rejected images."""
-    cache, requested = ImageCache(), requested_images(config, np.array(wanted))
-    request: dict[str, Any] = {
-        "seed": config.seed,
-        "client": client if config.shared_images == "no" else 0,
-        "wanted": requested.tolist(),
-        "about": describe_generator(config),
-        "report": log_progress(logger, f"client {client}: images generated"),
-    }
+    requested = requested_images(config, np.array(wanted))
+    ensure = partial(
+        ImageCache().ensure,
+        generator,
+        seed=config.seed,
+        client=client if config.shared_images == "no" else 0,
+        about=describe_generator(config),
+        report=log_progress(logger, f"client {client}: images generated"),
+    )
     if config.min_class_agreement == 0:
-        images, labels, made = cache.ensure(generator, **request)
+        images, labels, made = ensure(wanted=requested.tolist())
         rejected = 0
     else:
         classifier = independent_classifier(config.dataset, config.data_dir, device)
         images, labels, made, rejected = ensure_filtered(
-            cache, generator, classifier, config.min_class_agreement, **request
+            ensure, requested.tolist(), classifier, config.min_class_agreement
         )
     used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, requested.cumsum(), strict=True)])
     return images[used], labels[used], made, rejected

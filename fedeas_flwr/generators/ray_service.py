@@ -12,7 +12,6 @@ was waiting for. Earlier images are in the image cache.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.processes import MARK
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import Images, dataset_info
+from fedeas_flwr.data.node import running_ray
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.service import GeneratorService
@@ -53,7 +53,8 @@ class RunningService:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._nodes = gpu_nodes(ray)
         options = {
-            **actor_demand(ray, config, device, max(1, len(self._nodes))),
+            "num_cpus": 0,  # the clients use all CPUs
+            "num_gpus": gpu_share(ray, config, max(1, len(self._nodes))) if device == "cuda" else 0,
             "max_restarts": -1,
             "max_concurrency": 10_000,  # every client may wait at once
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
@@ -72,7 +73,8 @@ class RunningService:
             raise ValueError(
                 "generator: the cluster's nodes have different generators; copy one folder to the same path on all"
             )
-        return " ".join([self._name, found[0][0], str(min(batch for _, batch in found)), *self._nodes])
+        batch, nodes = min(batch for _, batch in found), ",".join(self._nodes)
+        return f"{self._name} {batch} {nodes} {found[0][0]}"  # a fingerprint may contain spaces
 
     def stats(self) -> dict[str, Any]:
         """Return the sums of the actors' counters; after `release_gpu`, their last values before it."""
@@ -127,22 +129,16 @@ def start_service(config: RunConfig, device: str) -> RunningService | None:
 
     Ray is called only if it is running: in a deployment, a call would start a cluster.
     """
-    ray = sys.modules.get("ray")
-    if ray is None or not config.generates or not ray.is_initialized():
-        return None
-    return RunningService(ray, config, device)
+    ray = running_ray()
+    return RunningService(ray, config, device) if ray is not None and config.generates else None
 
 
 def _open(values: dict[str, Any], device: str) -> Generator:
     return open_for_run(parse_config(values), device)
 
 
-def actor_demand(ray: Any, config: RunConfig, device: str, actors: int = 1) -> dict[str, float]:
-    """Return the resources of one actor: its GPU fraction, and no CPU, because the clients use all CPUs."""
-    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config, actors) if device == "cuda" else 0}
-
-
-def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
+def gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
+    """Return the fraction of a GPU that each of the actors requests; raise ConfigError if the clients leave less."""
     if ray.cluster_resources().get("GPU", 0) == 0:  # Ray manages no GPU, so the clients request none either
         return 0
     left = ray.available_resources().get("GPU", 0)
@@ -161,8 +157,8 @@ def clients_share_gpu() -> bool | None:
 
     Call this after the clients have replied and before the service starts. Ray hides the GPU from a client without one.
     """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = running_ray()
+    if ray is None:
         return None
     return bool(ray.available_resources().get("GPU", 0) < ray.cluster_resources().get("GPU", 0))
 
@@ -190,8 +186,8 @@ class ServiceGenerator:
     """A client's generator, which gets its images from the service at an address of `RunningService.address`."""
 
     def __init__(self, address: str, dataset_name: str) -> None:
-        self._name, self.fingerprint, batch, *self._nodes = address.split(" ")
-        self.batch_size = int(batch)
+        self._name, batch, nodes, self.fingerprint = address.split(" ", 3)
+        self.batch_size, self._nodes = int(batch), nodes.split(",") if nodes else []
         info = dataset_info(dataset_name)
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 

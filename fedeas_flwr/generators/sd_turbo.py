@@ -35,7 +35,7 @@ class TurboGenerator:
     """Samples a text-to-image pipeline with one prompt per class, in float16 on CUDA.
 
     ``where`` is a pipeline's folder; empty: SD-Turbo from the hub, or from its local copy if ``FEDEAS_OFFLINE`` is set.
-    ``prompt`` has ``{}`` for the class name. A batch has at most 16 images, since they are large before downscaling.
+    A batch has at most 16 images, since they are large before downscaling.
     """
 
     def __init__(
@@ -46,12 +46,11 @@ class TurboGenerator:
         image_shape: tuple[int, int, int],
         batch_size: int | None = None,
         device: str = "cpu",
-        prompt: str = "a photo of a {}",
     ) -> None:
         check_transformers()
         self.image_shape, self.num_classes = image_shape, len(classes)
         self.batch_size = min(batch_size or _MAX_BATCH, _MAX_BATCH)
-        self._prompts = [prompt.format(name.replace("_", " ")) for name in classes]
+        self._prompts = [f"a photo of a {name.replace('_', ' ')}" for name in classes]
         self._device = torch.device(device)
         self._folder = folder = find_pipeline(where)
         dtype = torch.float16 if self._device.type == "cuda" else torch.float32

@@ -16,14 +16,9 @@ VIEWS = "views"
 """Name of the table among a client's inputs, ``[steps, batch size, 3]``: flipped (0 or 1), shift down, shift right."""
 
 
-def largest_shift(info: DatasetInfo) -> int:
-    """Return an eighth of the side, in pixels: CIFAR's usual 4 of 32, and 1 of 8 for digits, which reach the border."""
-    return info.image_shape[0] // 8
-
-
 def draw_views(info: DatasetInfo, steps: int, batch_size: int, draws: np.random.Generator) -> torch.Tensor:
     """Draw the table of views, ``[steps, batch size, 3]``; a short batch uses the first rows of its step."""
-    most = largest_shift(info)
+    most = info.image_shape[0] // 8  # pixels: CIFAR's usual 4 of 32, and 1 of 8 for digits, which reach the border
     dtype = np.int8 if most <= np.iinfo(np.int8).max else np.int16  # the dtype also changes the numbers drawn
     table = np.zeros((steps, batch_size, 3), dtype)
     table[..., 1:] = draws.integers(-most, most, (steps, batch_size, 2), dtype, endpoint=True)
@@ -33,14 +28,9 @@ def draw_views(info: DatasetInfo, steps: int, batch_size: int, draws: np.random.
 
 
 def augment(pixels: torch.Tensor, views: torch.Tensor) -> torch.Tensor:
-    """Return augmented images: flipped, then shifted, with zeros as padding.
+    """Return uint8 images ``[B, H, W, C]`` flipped, then shifted, with zeros as padding.
 
-    Parameters
-    ----------
-    pixels
-        uint8 ``[B, H, W, C]``.
-    views
-        ``[B, 3]``, the table's row for this step.
+    ``views`` is the table's row for this step, ``[B, 3]``.
     """
     mirrored, down, right = views.long().unbind(1)
     height, width = pixels.shape[1:3]

@@ -108,7 +108,6 @@ class EagerEngine:
         rate = float(inputs.constants.get(LEARNING_RATE, recipe.learning_rate))
         descent, steps = SGD(replace(recipe, learning_rate=rate), weights), 0
         precomputed = self._precompute(images, labels, inputs)
-        loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):
             order = torch.from_numpy(batches.permutation(len(labels))[: recipe.samples(len(labels))]).to(device)
             loss_sum, seen = torch.zeros((), device=device), 0

@@ -58,16 +58,9 @@ class LocalTrainingConfig:
 def batch_table(
     samples: int, recipe: LocalTrainingConfig, batches: np.random.Generator
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-    """Draw the sample indices of every step of every epoch, one row per step.
+    """Draw the sample indices of every step of every epoch; return also `LocalTrainingConfig.batches`.
 
-    Returns
-    -------
-    table
-        int64 [steps, batch size]; a short last batch is padded with index 0.
-    full
-        Number of full batches per epoch.
-    rest
-        Size of the short last batch; 0 if there is none.
+    The table is int64 [steps, batch size]; a short last batch is padded with index 0.
     """
     size, kept = recipe.batch_size, recipe.samples(samples)
     full, rest = recipe.batches(samples)
@@ -108,11 +101,8 @@ class Engine(Protocol):
 def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
     """Copy a state, arrays or tensors, into a model (or its state dict) in place.
 
-    Raises
-    ------
-    ValueError
-        Unless names, shapes and dtypes are the model's: torch would broadcast a smaller array and round a float counter
-        silently.
+    Raise ValueError unless names, shapes and dtypes are the model's: torch would broadcast a smaller array and round a
+    float counter silently.
     """
     given = {**trainable, **buffers}
     state = model.state_dict() if isinstance(model, nn.Module) else model

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fedeas_flwr.common.cuda import capture, own_stream
+from fedeas_flwr.common.launcher import on_stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
@@ -49,24 +49,11 @@ class Evaluator:
     """Evaluates model states on a test set, one after another in the same network.
 
     With a stream, an evaluation is one CUDA graph: its thousand or so kernel launches from Python would compete with
-    those of the clients that train at the same time.
+    those of the clients that train at the same time. The stream is for these evaluations only; without one they run
+    eagerly on the current stream.
 
-    Parameters
-    ----------
-    model
-        The network, on the device of the evaluation; its weights are overwritten.
-    images
-        uint8 [N, H, W, C], on the model's device.
-    labels
-        Class of each image.
-    num_classes
-        Number of classes.
-    normalise
-        Maps pixels to network input.
-    stream
-        CUDA stream for these evaluations only; without one they run eagerly on the current stream.
-    client_sizes
-        Number of each client's images, in the order of ``images``, if they are the clients' own test images.
+    The evaluations overwrite the weights of ``model``. ``images`` are uint8 [N, H, W, C], on the model's device.
+    ``client_sizes`` are the numbers of each client's images, in this order, if they are the clients' own test images.
     """
 
     def __init__(
@@ -93,7 +80,7 @@ class Evaluator:
 
     def evaluate(self, trainable: State, buffers: State) -> Evaluation:
         """Return the metrics of a state; not thread-safe."""
-        with self._on_stream():
+        with on_stream(self._stream):
             copy_state(self._state, trainable, buffers)
             self._run()
             *counts, loss = self._result.tolist()  # waits for the GPU
@@ -128,20 +115,11 @@ class Evaluator:
 
     def _capture(self, stream: torch.cuda.Stream) -> Callable[[], None]:
         try:
-            with self._on_stream():
+            with on_stream(stream):
                 return capture(self._compute, stream)
         except RuntimeError as error:  # out of memory, or a network that cannot be captured
             logger.warning("no CUDA graph of the evaluation; it runs eagerly: %s", one_line(error))
             return self._compute
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.default_stream())  # it may still write the state
-        with torch.cuda.stream(self._stream):
-            yield
 
 
 @torch.no_grad()
@@ -186,11 +164,8 @@ def central_test(config: RunConfig, device: str) -> Evaluate:
 def client_scores(counts: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
     """Return the accuracy of clients on their own test images: the mean over clients, and that of the worst tenth.
 
-    Parameters
-    ----------
-    counts
-        Client → how many of its images are classified correctly, and how many it has. Clients without images do not
-        count; if there are no others, nothing is returned.
+    ``counts`` has the number of each client's images that are classified correctly, and of all its images. Clients
+    without images are left out; if there are no others, the result is empty.
     """
     accuracies = {client: correct / images for client, (correct, images) in counts.items() if images}
     if not accuracies:

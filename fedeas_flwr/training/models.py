@@ -9,20 +9,16 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.import_path import describe_error, import_object
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import one_line
 
 ImageShape = tuple[int, int, int]
-State = dict[str, NDArray[Any]]
-
-STEMS = ("7x7", "3x3")
 
 drawing = threading.RLock()
 """Lock for torch's generator, of which a process has one: new networks and layers such as dropout draw from it."""
@@ -32,13 +28,6 @@ class SmallCNN(nn.Module):
     """Two convolutions and a linear layer: enough for 8×8 digits, and fast on a CPU.
 
     It has no BatchNorm, whose statistics a client's few images of few classes would distort.
-
-    Parameters
-    ----------
-    num_classes
-        Number of outputs.
-    image_shape
-        ``(H, W, C)``; H and W at least 2.
     """
 
     def __init__(self, num_classes: int, image_shape: ImageShape) -> None:
@@ -116,8 +105,8 @@ def build_model(
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
     from torchvision.models import resnet18  # slow to import
 
-    if stem not in STEMS:
-        raise ValueError(f"stem: {stem!r} is not known; use one of {', '.join(STEMS)}")
+    if stem not in ("7x7", "3x3"):
+        raise ValueError(f"stem: {stem!r} is not known; use one of 7x7, 3x3")
     channels = image_shape[2]
     model: nn.Module = resnet18(weights=None, num_classes=num_classes)
     if stem == "3x3":
@@ -222,13 +211,13 @@ def _check_output(model: nn.Module, name: str, num_classes: int, image_shape: Im
 # ------------------------------------------------------------------------------------------- state and pixels
 
 
-def split_state(model: nn.Module) -> tuple[State, State]:
+def split_state(model: nn.Module) -> tuple[Arrays, Arrays]:
     """Return copies of a model's trained parameters and of its buffers, in NumPy arrays.
 
     Buffers are the rest of the state dict, with its dtypes: statistics, integer counters, frozen parameters.
     """
-    trainable: State = {}
-    buffers: State = {}
+    trainable: Arrays = {}
+    buffers: Arrays = {}
     names = trained_names(model)
     for key, tensor in model.state_dict().items():
         if tensor.dtype == torch.bfloat16:

@@ -96,12 +96,8 @@ def features_and_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the input and the output of the last linear layer ``fc`` from one forward pass.
 
-    With ``state``, the network uses those parameters and buffers; its own stay unchanged.
-
-    Raises
-    ------
-    ValueError
-        If the model has no ``fc``.
+    With ``state``, the network uses those parameters and buffers; its own stay unchanged. A model without such a layer
+    raises ValueError.
     """
     head = getattr(model, "fc", None)
     if not isinstance(head, nn.Linear):

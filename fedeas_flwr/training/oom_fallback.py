@@ -141,13 +141,8 @@ def low_memory_modes(model: nn.Module, images: torch.Tensor, batch_size: int) ->
 class OomFallbackEngine:
     """Engine that moves to the next fallback level when memory runs out or a step cannot be captured.
 
-    Parameters
-    ----------
-    first
-        The level to start with.
-    fallbacks
-        Returns the levels below it, the one that needs most memory first; called once, when the first level fails,
-        with whether it ran out of memory.
+    ``fallbacks`` returns the levels below ``first``, the one that needs most memory first. It is called once, when the
+    first level fails, with whether it ran out of memory.
     """
 
     def __init__(self, first: FallbackLevel, fallbacks: Callable[[bool], Sequence[FallbackLevel]]) -> None:

@@ -178,7 +178,7 @@ class Wide:
 
 
 def test_client_keeps_its_generator_fingerprint_under_ray(tmp_path: Path) -> None:
-    config, address = small(tmp_path), "service NEW 64"
+    config, address = small(tmp_path), "service 64  NEW"
     assert _source(config, "cpu", address, "").fingerprint == "NEW"
     known = _source(config, "cpu", address, "OLD")
     assert known.fingerprint == "OLD"

@@ -25,7 +25,7 @@ from fedeas_flwr.config import LAUNCHER_KEYS, RunConfig, parse_config
 from fedeas_flwr.config_keys import run_keys
 from fedeas_flwr.federation import flwr_run
 from fedeas_flwr.federation.grids import InlineGrid
-from fedeas_flwr.generators.ray_service import actor_demand
+from fedeas_flwr.generators.ray_service import gpu_share
 from fedeas_flwr.planning.run_plan import describe_plan, planned_allocation, planned_counts
 
 PACKAGE = Path(fedeas_flwr.__file__).parent
@@ -148,7 +148,7 @@ def test_deployment_says_nothing_of_gpu_shares(monkeypatch: pytest.MonkeyPatch, 
 def test_shares_that_leave_no_room_name_flowers_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MARK, raising=False)
     with pytest.raises(ConfigError, match=r"^client-resources-num-gpus: .* 0\.099 for ten clients at a time, 0\.249"):
-        actor_demand(ray_with(1, 0), RunConfig(), "cuda")
+        gpu_share(ray_with(1, 0), RunConfig(), 1)
 
 
 # ------------------------------------------------------------------------------------------------ a whole run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,7 +234,7 @@ def test_turbo_images_do_not_depend_on_their_batch(pipeline: Path) -> None:
     assert np.array_equal(turbo.sample(few(count=2)[::-1])[::-1], images)
     assert np.array_equal(turbo.sample(few(count=2)[3:4]), images[3:4])
     assert turbo.fingerprint == open_turbo(pipeline).fingerprint
-    assert turbo.fingerprint != open_turbo(pipeline, prompt="a drawing of a {}").fingerprint
+    assert turbo.fingerprint != open_turbo(pipeline, classes=("cat", "dog", "car")).fingerprint
     assert open_generator(f"sd-turbo:{pipeline}", "digits").sample(few(1, 1)).shape == (1, 8, 8, 1)
 
 
@@ -331,22 +332,19 @@ class Counting:
 
 def test_filter_rejected_images_are_replaced_by_later_ones(tmp_path: Path) -> None:
     cache, classifier = ImageCache(tmp_path), OddImagesClassifier()
-    images, labels, made, rejected = ensure_filtered(
-        cache, Counting(), classifier, 0.5, seed=0, client=0, wanted=[3, 0, 2]  # type: ignore[arg-type]
-    )  # fmt: skip
+    ensure = partial(cache.ensure, Counting(), seed=0, client=0)
+    images, labels, made, rejected = ensure_filtered(ensure, [3, 0, 2], classifier, 0.5)  # type: ignore[arg-type]
     assert images.ravel().tolist() == [1, 3, 5, 1, 3] and labels.tolist() == [0, 0, 0, 2, 2]
     assert (made, rejected) == (10, 5)
-    more = ensure_filtered(cache, Counting(), classifier, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
+    more = ensure_filtered(ensure, [4, 0, 2], classifier, 0.5)  # type: ignore[arg-type]
     assert more[0].ravel().tolist() == [1, 3, 5, 7, 1, 3] and more[2:] == (2, 6)
-    assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "rejected images are not in the cache"
+    assert ensure(wanted=[8, 0, 4])[2] == 0, "rejected images are not in the cache"
 
 
 def test_generator_without_accepted_images_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hopeless = Counting(hopeless=True)
+    ensure = partial(ImageCache(tmp_path).ensure, Counting(hopeless=True), seed=0, client=0)
     with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: the classifier accepts too few") as caught:
-        ensure_filtered(
-            ImageCache(tmp_path), hopeless, OddImagesClassifier(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
-        )  # fmt: skip
+        ensure_filtered(ensure, [0, 2, 0], OddImagesClassifier(), 0.5)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     assert re.search(r"\d+ images of class 1 gave only 0 accepted ones", caplog.text)
     assert "class 1" not in sent(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -458,18 +459,21 @@ def test_builtin_trained_once_and_retrained_if_damaged(
 ) -> None:
     caplog.set_level(logging.INFO, "fedeas_flwr")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
-    from fedeas_flwr.generators.learn.builtin import ensure_builtin
+    from fedeas_flwr.generators.learn import builtin
 
+    monkeypatch.setattr(builtin, "DIGITS", dataclasses.replace(builtin.DIGITS, steps=3))
+    ensure_builtin = builtin.ensure_builtin
     code = (
-        "from fedeas_flwr.generators.learn.builtin import ensure_builtin\n"
-        "seen = []\n"
-        "ensure_builtin(lambda *a: (seen.append(a[:2]), a[0] == 1 and input('trains\\n')), steps=3); print(seen)"
+        "import dataclasses\n"
+        "from fedeas_flwr.generators.learn import builtin\n"
+        "builtin.DIGITS, seen = dataclasses.replace(builtin.DIGITS, steps=3), []\n"
+        "builtin.ensure_builtin(lambda *a: (seen.append(a[:2]), a[0] == 1 and input('trains\\n'))); print(seen)"
     )
     words, seen = [sys.executable, "-c", code], []
     other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "trains\n"
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ensure_builtin, lambda *a: seen.append(a[:2]), steps=3)
+        waits = pool.submit(ensure_builtin, lambda *a: seen.append(a[:2]))
         with pytest.raises(TimeoutError):
             waits.result(0.3)
         assert other.communicate("\n", timeout=LONG)[0] == "[(1, 3), (2, 3), (3, 3)]\n"
@@ -479,11 +483,11 @@ def test_builtin_trained_once_and_retrained_if_damaged(
     def again(folder: Path) -> bool:
         seen: list[int] = []
         threads = torch.get_num_threads()
-        assert ensure_builtin(lambda step, total, loss: seen.append(step), steps=3) == folder
+        assert ensure_builtin(lambda step, total, loss: seen.append(step)) == folder
         assert torch.get_num_threads() == threads and not torch.are_deterministic_algorithms_enabled()
         return bool(seen)
 
-    folder = ensure_builtin(steps=3)
+    folder = ensure_builtin()
     assert not caplog.messages, "logged although nothing was trained"
     weights = folder / "unet" / WEIGHTS_NAME
     whole = weights.read_bytes()
@@ -493,7 +497,7 @@ def test_builtin_trained_once_and_retrained_if_damaged(
     (folder / "scheduler" / "scheduler_config.json").unlink()
     assert again(folder) and not again(folder)
     weights.unlink()
-    ensure_builtin(steps=3)  # without a callback it logs, since this is how a node trains it
+    ensure_builtin()  # without a callback it logs, since this is how a node trains it
     assert [message for message in caplog.messages if "built-in" in message] == [
         "training steps of the built-in generator: 0 of 3",
         "training steps of the built-in generator: 3 of 3",

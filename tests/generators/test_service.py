@@ -137,12 +137,6 @@ def test_start_service_without_ray_returns_none(tmp_path: Path) -> None:
     assert start_service(small(tmp_path), "cpu") is None
 
 
-def test_service_address_holds_fingerprint_and_batch_size() -> None:
-    generator = ServiceGenerator("fedeas-generator-1 abc 512", "cifar10")
-    assert (generator.fingerprint, generator.batch_size) == ("abc", 512)
-    assert (generator.image_shape, generator.num_classes) == ((32, 32, 3), 10)
-
-
 @pytest.mark.parametrize(
     ("share", "left"),
     [(0.1, 0.099), (0.099, 0.099), (0.2, 0.199), (0.25, 0.249), (0.5, 0.498), (1.0, 0.996), (0.3, 0.3)],
@@ -188,6 +182,25 @@ def test_release_gpu_without_stats_runs_once(tmp_path: Path) -> None:
     service = RunningService(ray, small(tmp_path), "cpu")
     assert [service.release_gpu(), service.release_gpu(), service.release_gpu()] == [{}, None, None]
     assert ray.kills == [False] and service.stats() == {}
+
+
+@pytest.mark.parametrize("fingerprint", ["abc", "a custom model 2"])
+@pytest.mark.parametrize("nodes", [[], ["a1", "b2"]])
+def test_service_address_holds_fingerprint_batch_size_and_nodes(
+    tmp_path: Path, fingerprint: str, nodes: list[str]
+) -> None:
+    class AnsweringRay(SilentRay):
+        util = MagicMock()
+
+        def nodes(self) -> list[dict[str, object]]:
+            return [{"Alive": True, "NodeID": node, "Resources": {"GPU": 1}} for node in nodes]
+
+        def get(self, reference: object, timeout: float | None = None) -> object:
+            return fingerprint, 512
+
+    generator = ServiceGenerator(RunningService(AnsweringRay(), small(tmp_path), "cpu").address(), "cifar10")
+    assert (generator.fingerprint, generator.batch_size, generator._nodes) == (fingerprint, 512, nodes)
+    assert (generator.image_shape, generator.num_classes) == ((32, 32, 3), 10)
 
 
 RELEASING = """

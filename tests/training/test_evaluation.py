@@ -101,6 +101,8 @@ class FakeStream:
     def wait_stream(self, other: str) -> None:
         self.waited.append(other)
 
+    def synchronize(self) -> None: ...
+
 
 def evaluator_on_fake_stream(
     monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Callable[[], None]]

@@ -27,20 +27,10 @@ Pair = tuple[Labels, Labels]
 class Audit:
     """Compares a generator's samples, and its model if there is one, with members and non-members.
 
-    Every test compares as many members as non-members of each class, drawn at random.
-
-    Parameters
-    ----------
-    samples
-        Generated images. Images of other classes are left out.
-    members, non_members
-        Images that the generator was trained on, and images that it was not.
-    clients
-        Positions of each client's members.
-    mirrored
-        Whether an image and its mirror image count as one.
-    seed
-        Determines which images are compared, the noise of the attacks and the resampling.
+    Members are images that the generator was trained on. Every test compares as many members as non-members of each
+    class, drawn at random; classes without ``samples`` are left out. ``clients`` are the positions of each client's
+    members. With ``mirrored``, an image and its mirror image count as one. ``seed`` determines which images are
+    compared, the noise of the attacks and the resampling.
     """
 
     def __init__(

@@ -25,11 +25,8 @@ _CHANNELS = 8
 def fuse(unet: Any) -> None:
     """Replace a `UNet2DModel`'s forward by the fused one and its memory layout by channels last, in place.
 
-    Raises
-    ------
-    ValueError
-        If the fused forward does not know one of its layers. If Triton cannot compile, its error is raised. The UNet is
-        unchanged in both cases.
+    Raise ValueError if the fused forward does not know one of its layers, or Triton's error if it cannot compile. The
+    UNet is unchanged in both cases.
     """
     config = unet.config
     if config.center_input_sample or config.time_embedding_type != "positional" or config.class_embed_type is not None:

@@ -25,18 +25,14 @@ logger = logging.getLogger(__name__)
 VERSION = "2"
 
 
-def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *, steps: int = DIGITS.steps) -> Path:
+def ensure_builtin(progress: Callable[[int, int, float], None] | None = None) -> Path:
     """Return the built-in generator's folder, in diffusers' format; train the generator if it is missing or damaged.
 
     Concurrent processes wait for the one that trains. After each step it calls ``progress(step, total, loss)``; without
-    this callback it logs its progress. A model with another number of steps than the default has its own folder.
+    this callback it logs its progress.
     """
-    if steps < 1:
-        raise ValueError(f"steps: {steps} is not allowed; give at least 1")
-    suffix = "" if steps == DIGITS.steps else f"-{steps}steps"
-    folder = builtin_folder().with_name(f"digits-{VERSION}{suffix}")
+    folder, steps = builtin_folder(), DIGITS.steps
     folder.parent.mkdir(parents=True, exist_ok=True)
-
     log_step = log_progress(logger, "training steps of the built-in generator")
 
     def show(now: Progress) -> None:

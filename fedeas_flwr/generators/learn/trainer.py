@@ -121,7 +121,7 @@ class Trainer:
                 if done >= 1:
                     if losses:
                         self._log(losses)
-                    break
+                    return True
                 self.optimizer.param_groups[0]["lr"] = self.preset.learning_rate * rate_factor(self.preset, step, done)
                 losses.append(self._train_step(step))
                 self.state.step += 1
@@ -132,7 +132,6 @@ class Trainer:
                         report(Progress(self.state.step, loss, self.state.seconds, self._remaining(steps, minutes)))
                 if between is not None and between():
                     return False
-        return True
 
     def averaged(self) -> Any:
         """Return a new network with the averaged weights, float32 on the CPU."""

@@ -109,11 +109,11 @@ class GraphedEngine:
 
     def _build_for_shape(self, image: Sequence[int]) -> None:
         """Prepare the model for images of this shape [H, W, C], which is the same for all clients."""
-        two = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
-        self._uses_rng = uses_rng(self._model, self._normalise(two))
+        two = self._normalise(torch.zeros((2, *image), dtype=torch.uint8, device=self._device))
+        self._uses_rng = uses_rng(self._model, two)
         changes_gradients = type(self._objective).correct_gradients is not Objective.correct_gradients
         self._fast = fast_layers(self._model) if self._use_fused else None
-        self._weights, self._padded_channels = self._lay_out_weights(image, changes_gradients)
+        self._weights, self._padded_channels = self._lay_out_weights(two, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
         self._fused_sgd: Any = None
@@ -125,18 +125,18 @@ class GraphedEngine:
             if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
                 self._fused_sgd = step_kernels.FusedSGD(self._weights.parameters, self._weights.masters)
 
-    def _lay_out_weights(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
+    def _lay_out_weights(self, two: torch.Tensor, changes_gradients: bool) -> tuple[Weights, int]:
         """Return the weights for the steps, and the number of image channels, padding included (convolutions.py).
 
-        An algorithm that changes gradients has arrays in the model's own shapes, so its weights are not rearranged.
+        ``two`` are two normalised images. An algorithm that changes gradients has arrays in the model's own shapes, so
+        its weights are not rearranged.
         """
-        use_bf16, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
+        use_bf16, channels = self._precision == "bf16" and self._device == "cuda", two.shape[1]
         if changes_gradients or self._objective.needs_double_backward:
             return Weights(self._model, use_bf16), channels
         taps: list[nn.Conv2d] = []
         if not self.recipe.weight_decay:
-            pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
-            taps = one_pixel_convolutions(self._model, self._normalise(pixels))
+            taps = one_pixel_convolutions(self._model, two)
         first = first_convolution(self._model) if self._fast is not None else None
         if first is None:
             return Weights(self._model, use_bf16, taps), channels

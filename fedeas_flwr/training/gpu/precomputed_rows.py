@@ -10,21 +10,9 @@ from fedeas_flwr.training.objective import Tensors
 class PrecomputedRows:
     """Buffers with fixed addresses for values per sample, computed in chunks of one batch.
 
-    A buffer holds a whole number of chunks. The last chunk may end with padding rows, which are never read.
-
-    Parameters
-    ----------
-    samples
-        Capacity in samples, at least 1.
-    batch_size
-        Samples per chunk.
-    device
-        Device of the buffers.
-
-    Attributes
-    ----------
-    table
-        int64 ``[chunks, batch size]``: the sample indices of each chunk, in order, padded with the last index.
+    A buffer holds a whole number of chunks, for at least one sample. The last chunk may end with padding rows, which
+    are never read. ``table`` has the sample indices of each chunk, int64 ``[chunks, batch size]``, in order, padded
+    with the last index.
     """
 
     def __init__(self, samples: int, batch_size: int, device: str) -> None:
