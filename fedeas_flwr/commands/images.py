@@ -254,9 +254,9 @@ def generate(
 
 
 def _numbers(option: str, text: str, number: type[int] | type[float]) -> list[int] | list[float]:
-    """Return the numbers of an option, which are separated by commas."""
+    """Return the distinct numbers of an option, which are separated by commas."""
     try:
-        return [number(word) for word in text.split(",")]
+        return list(dict.fromkeys(number(word) for word in text.split(",")))
     except ValueError:
         what = "a whole number" if number is int else "a number"
         raise ConfigError(f"{option} '{text}': must be {what}, or several separated by commas") from None

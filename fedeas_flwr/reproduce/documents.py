@@ -173,7 +173,7 @@ class InlineNumbers:
         if statistic in ("paper", "paper-peak"):
             published = (last_20_of if statistic == "paper" else peak_of)(self._results, name).paper
             if published is None:
-                raise ConfigError(f"the paper has no {statistic.replace('paper', 'number')} of {name}")
+                raise ConfigError(f"the paper has no {'number' if statistic == 'paper' else 'peak'} of {name}")
             return published
         runs = self._runs(name)
         last_20s = [run.last_20 for run in runs]
