@@ -75,7 +75,7 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
             yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
     if twice := [client for client, times in clients.items() if times > 1]:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own id in node-config")
-    yield from check_gateway(deployment.address, folder / "flwr")
+    yield from check_gateway(deployment.address, folder / "flwr", must_resolve=False)  # only nodes need the name
     if len(clients) == len(deployment.node_folders(folder)):
         yield from _check_client_keys(folder, deployment)
     yield from _check_registered(folder, deployment)
@@ -175,7 +175,7 @@ def _limit(place: Node) -> str:
     return f"; generates at most {counted(place.max_images, 'image')}" if place.max_images else "; generates no images"
 
 
-def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
+def check_gateway(address: str, folder: Path, must_resolve: bool = True) -> Iterator[Finding]:
     """Check that the server at the nodes' address has this deployment's certificate and rejects operators' requests.
 
     The check sends such requests without credentials. A SuperLink without a gateway would answer them for anyone. So a
@@ -202,7 +202,7 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
         text = f"{address} has no certificate of this deployment: {error}"
         yield problem("gateway", text, "find out which server answers there")
     except socket.gaierror as error:
-        report = note if "https" in getproxies() else problem  # a proxy resolves names itself
+        report = problem if must_resolve and "https" not in getproxies() else note  # a proxy resolves names itself
         fix = "correct the node's superlink-address, or this machine's DNS or /etc/hosts"
         yield report("gateway", f"{address} does not resolve: {error.strerror}", fix)
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -428,6 +428,12 @@ def test_check_node_that_cannot_connect(
     assert (done.returncode, f"{host}:{silent_port} {reason}" in done.stdout) == (code, True), done.stdout
 
 
+def test_operator_need_not_resolve_the_servers_name(tmp_path: Path) -> None:
+    write_deployment(Deployment(("superlink.invalid",), 9092, 9093, 1, "/opt/fedeas"), tmp_path / "lab")
+    (found,) = (f for f in examine(tmp_path / "lab", RunConfig()) if f.name == "gateway")
+    assert (found.state, "does not resolve" in found.text) == ("note", True)
+
+
 @pytest.mark.parametrize("status", [200, 401, 404, 502])
 def test_check_gateway_with_other_status_than_403_is_a_problem(lab: Path, status: int) -> None:
     with listening(lab / "superlink", status) as address:
