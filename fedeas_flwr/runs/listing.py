@@ -106,7 +106,7 @@ def describe(run: RunDirectory) -> dict[str, Any]:
     except RunError as error:
         could_be_read = row["rounds"] is not None or not is_run(run.path)
         row |= {"state": "damaged" if could_be_read else "unreadable", "error": str(error)}
-    changed = max((file.st_mtime for file in files), default=0.0)  # without files if it was removed meanwhile
+    changed = max((file.st_mtime for file in files), default=0.0)  # without files if it was removed since it was found
     return row | {"changed": changed, "bytes": sum(file.st_size for file in files)}
 
 

@@ -249,19 +249,19 @@ def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("limit", "told", "states"),
+    ("limit", "ending", "states"),
     [
         ("max-images=500", "generates at most 500 images", ["note", "problem"]),
         ('generate="no"', "generates no images", ["note"]),
     ],
 )
-def test_check_node_names_its_limit(lab: Path, limit: str, told: str, states: list[str]) -> None:
+def test_check_node_names_its_limit(lab: Path, limit: str, ending: str, states: list[str]) -> None:
     """A node that generates nothing needs no generator."""
     (lab / "node-0" / "node-config").write_text(f'partition-id=0 num-partitions=2 generator="/none" {limit}\n')
     found = list(check_node(lab / "node-0", RunConfig()))
-    assert (found[0].text.endswith(f"; {told}"), [finding.state for finding in found]) == (True, states)
+    assert (found[0].text.endswith(f"; {ending}"), [finding.state for finding in found]) == (True, states)
     (desk,) = check_node(lab / "node-0", None)
-    assert desk.text.endswith(f"; {told}; checked only on its machine: generator")
+    assert desk.text.endswith(f"; {ending}; checked only on its machine: generator")
 
 
 def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Path, digits_generator: Path) -> None:
