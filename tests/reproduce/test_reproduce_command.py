@@ -47,7 +47,7 @@ def test_committed_runs_fill_their_cells_and_others_are_missing(tmp_path: Path) 
     assert there[f"{DEFAULT_COLUMN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
     assert abs(there[f"{DEFAULT_COLUMN}/fedeas"]["difference"]) < 3
     assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
-    assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
+    assert "c100-k20-a0.1/full-balance seed 1" in table["missing"]
     command = "to run them: fedeas reproduce table1 gamma --scale full --run"
     missing = re.search(rf"Missing: (\d+) runs of \d+ cells; {command}", done.stderr)
     asked = sum(len(set(cell(name).seeds("full")) & set(value["seeds"])) for name, value in there.items())
