@@ -23,7 +23,7 @@ from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.common.files import cache_hint, is_whole, write_checksums
 from fedeas_flwr.common.npy import Arrays
-from fedeas_flwr.common.processes import MARK
+from fedeas_flwr.common.processes import MARK, exit_after_block
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
@@ -77,7 +77,8 @@ def main(grid: Grid, context: Context) -> None:
         device = configure_torch(config.device, config.precision)
         gpu = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
         run = RunDirectory.start(config, describe_environment(gpu))
-        with log_to(run.path / "flower.log"):
+        before_exit = nullcontext() if isinstance(grid, InlineGrid) else exit_after_block()
+        with log_to(run.path / "flower.log"), before_exit:
             log(INFO, "Run directory: %s", run.path)
             if is_plain_run(grid):
                 log_surroundings(grid, config)

@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -93,6 +95,37 @@ def ignore_sigint() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def exit_after_block() -> Iterator[None]:
+    """On SIGINT, SIGTERM or SIGQUIT leave the block by SystemExit, and only then call the signal's handler.
+
+    Flower's handler reports to the SuperLink first and ends the process after five seconds, whether the block has saved
+    its work by then or not. A second signal calls it at once. Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def leave_block(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+        raise SystemExit
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+    before = {number: signal.signal(number, leave_block) for number in numbers}
+    try:
+        yield
+    finally:
+        restore()
+        for number in received:
+            os.kill(os.getpid(), number)
 
 
 def _is_alive(process: psutil.Process) -> bool:

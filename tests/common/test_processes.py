@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from fedeas_flwr.common.processes import MARK, ProcessTree
+from fedeas_flwr.common.processes import MARK, ProcessTree, exit_after_block
 
 CHAIN = """
 import subprocess, sys, time
@@ -145,3 +147,44 @@ def test_process_tree_knows_which_commands_run(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         assert not tree.runs("flwr-simulation")
+
+
+EXITS_AT_ONCE = """
+import os, signal, sys
+from fedeas_flwr.common.processes import exit_after_block
+
+signal.signal(signal.SIGTERM, lambda *_: (print("handler", flush=True), os._exit(7)))
+with exit_after_block():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not stopped", flush=True)
+    finally:
+        print("saved", flush=True)
+        if sys.argv[1:]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("not ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["again"]])
+def test_signal_ends_the_block_before_its_handler_runs(arguments: list[str]) -> None:
+    """Flower's handler ends the process after five seconds, whether the block has saved its work or not."""
+    command = [sys.executable, "-c", EXITS_AT_ONCE, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.split(), ended.returncode) == (["saved", "handler"], 7), ended.stderr
+
+
+def test_block_without_a_signal_restores_the_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with exit_after_block():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_block_outside_the_main_thread_leaves_the_handlers() -> None:
+    def handler_inside() -> object:
+        with exit_after_block():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler_inside).result() is signal.getsignal(signal.SIGTERM)
