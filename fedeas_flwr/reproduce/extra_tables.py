@@ -239,8 +239,8 @@ PARTITION = "partition-seed"
 def sweep_table(folder: Path, base: str) -> Table:
     """Return a sweep's settings, each compared with the setting that has ``base``, KEY=VALUE, and the same other keys.
 
-    The folder holds what `fedeas sweep` writes as sweep.json, of one sweep or of several under different names. Raise
-    `ConfigError` if no run of the folder has ``base``.
+    The folder holds what `fedeas sweep` writes as sweep.json, of one sweep or of several under different names. A
+    setting with a partition that the other one lacks is not compared. Raise `ConfigError` if no run has ``base``.
     """
     sweeps = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     sweeps = [sweep for sweep in sweeps if "runs" in sweep]
@@ -263,11 +263,12 @@ def sweep_table(folder: Path, base: str) -> Table:
         shown += [show_ours(last), NONE, NONE]
         if setting[at] != value:
             base_setting = (*setting[:at], value, *setting[at + 1 :])  # which may lack a key that only others have
-            (other,) = (
+            others = [
                 o for one, o in found.items() if all(b in ("", s) for b, s in zip(one, base_setting, strict=True))
-            )
-            apart = [100 * (run["last_20"] - other[seed]["last_20"]) for seed, run in runs.items()]
-            shown[-2:] = _show_differences(apart, 1)
+            ]
+            if len(others) == 1 and runs.keys() <= others[0].keys():
+                apart = [100 * (run["last_20"] - others[0][seed]["last_20"]) for seed, run in runs.items()]
+                shown[-2:] = _show_differences(apart, 1)
         table.add([*setting, *shown])
     return table
 

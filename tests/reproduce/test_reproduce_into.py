@@ -94,6 +94,25 @@ def test_into_compares_a_sweep_on_equal_partitions(place: Path) -> None:
     ]
 
 
+def test_into_does_not_compare_settings_whose_partitions_the_base_lacks(place: Path) -> None:
+    runs = [
+        {"partition-seed": seed, "policy": policy, "beta": beta, "last_20": 0.5, "images": 0}
+        for seed, policy, beta in [(1, "none", 1.0), (1, "fedeas", 1.0), (2, "fedeas", 1.0), (1, "fedeas", 2.0)]
+    ]
+    grid = {"partition-seed": [1, 2], "policy": ["none", "fedeas"], "beta": [1.0, 2.0]}
+    (place / "records" / "gaps").mkdir()
+    (place / "records" / "gaps" / "sweep.json").write_text(json.dumps({"config": {}, "grid": grid, "runs": runs}))
+    (place / "doc.md").write_text("<!-- reproduce sweep gaps policy=none -->\n<!-- end -->\n")
+    done = into(cwd=place)
+    assert done.returncode == 0, done.stderr
+    rows = (place / "doc.md").read_text().splitlines()[4:7]
+    assert [row.split("|")[1:4] + row.split("|")[6:8] for row in rows] == [
+        [" none ", " 1 ", " 1 ", " – ", " – "],
+        [" fedeas ", " 1 ", " 2 ", " – ", " – "],
+        [" fedeas ", " 2 ", " 1 ", " – ", " – "],
+    ]
+
+
 def test_into_writes_a_sweep_of_one_partition_without_deviations(place: Path) -> None:
     runs = [{"partition-seed": 1, "policy": policy, "last_20": 0.5, "images": 0} for policy in ("none", "fedeas")]
     grid = {"partition-seed": [1], "policy": ["none", "fedeas"]}
