@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from fedeas_flwr.config import KEYS, RunConfig
+from fedeas_flwr.config import KEYS, GeneratorTraining, RunConfig
 
 # ------------------------------------------------------------------------------------------------------- files
 
@@ -148,7 +148,8 @@ PATHS = {"data-dir", "run-dir", "generator", "weights", "dataset"}
 def wrong_value(draws: random.Random) -> tuple[str, str]:
     """Return a run-config key, now and then a misspelt one, and a value that is probably not allowed."""
     key = draws.choice(KEYS)
-    field = RunConfig.model_fields[key.replace("-", "_")]
+    *table, name = key.replace("-", "_").split(".")
+    field = (GeneratorTraining if table else RunConfig).model_fields[name]
     bounds = {
         name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import campaign
 import psutil
 import pytest
 from campaign import Campaign, enter
-from injections import means
+from injections import means, wrong_value
 
 from fedeas_flwr.commands import app
 from fedeas_flwr.common import checked
+from fedeas_flwr.config import KEYS
 
 
 def enter_without_digests(*given: Any) -> None:
@@ -75,3 +77,8 @@ def test_left_process_is_noticed_and_ended(trials: Campaign, monkeypatch: pytest
 )
 def test_accepted_value_is_compared_with_the_record(text: str, recorded: Any, same: bool) -> None:
     assert means(text, recorded, "rounds") == same
+
+
+def test_wrong_values_are_drawn_for_every_key() -> None:
+    draws = random.Random(0)
+    assert {wrong_value(draws)[0] for _ in range(3000)} >= set(KEYS)
