@@ -70,7 +70,7 @@ def test_requirements_come_from_the_project_and_ray_from_flower() -> None:
 
 
 def test_check_packages_reports_old_or_missing_library_with_fix(fake_versions: Callable[..., None]) -> None:
-    fake_versions(torch="2.4.1+cpu", ray=None, flwr="1.42.0")
+    fake_versions(torch="2.4.1+cpu", ray=None, flwr="1.43.0")
     found = {finding.name: finding for finding in packages.check_packages(config())}
     assert {name: finding.state for name, finding in found.items()} == {
         "torch": "problem", "torchvision": "ok", "flwr": "problem", "ray": "problem", "diffusers": "ok"
