@@ -107,8 +107,7 @@ class Denoiser:
         self.unet = unet
         self._schedule, self._sampler, self._steps = schedule, sampler, steps
         self._guidance, self._rescale, self._no_label = guidance, rescale, no_label
-        first, stop = (int(round(fraction * steps, 6)) for fraction in guided)  # 0.29 · 100 is 28.999999999999996
-        self._guided = range(first, stop) if guidance != 1 else range(0)
+        self._guided = range(int(guided[0] * steps), int(guided[1] * steps)) if guidance != 1 else range(0)
         self._precision = precision
         self._device: torch.device = next(unet.parameters()).device
         self._prepared: dict[bool, _Step] = {}
