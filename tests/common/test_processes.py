@@ -161,8 +161,10 @@ with exit_after_block():
     finally:
         print("saved", flush=True)
         if sys.argv[1:]:
-            os.kill(os.getpid(), signal.SIGTERM)
-            print("not ended", flush=True)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                print("not ended", flush=True)
 """
 
 
