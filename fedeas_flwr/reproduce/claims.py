@@ -19,11 +19,11 @@ NEAR = 2.0
 runs."""
 
 _POLICY_COLUMNS = (
-    *(BETA_SWEEP_COLUMN, "c10-k20-a0.3"),
+    *("c10-k20-a0.05", BETA_SWEEP_COLUMN, "c10-k20-a0.3"),
     *("c10-k100-a0.05", DEFAULT_COLUMN, "c10-k100-a0.3", "c100-k100-a0.1"),
 )
 CLAIMS = (
-    *(("FedEAS is above FedAvg", place, "fedeas", "fedavg") for place in (*_POLICY_COLUMNS, "c10-k20-a0.05")),
+    *(("FedEAS is above FedAvg", place, "fedeas", "fedavg") for place in (*_POLICY_COLUMNS, "c100-k20-a0.1")),
     *(("FedEAS is above Uniform at the same total", place, "fedeas", "uniform") for place in _POLICY_COLUMNS),
     *(("FedEAS is above Missing-only at the same total", place, "fedeas", "missing-only") for place in _POLICY_COLUMNS),
     ("Full-Balance is above FedEAS, for 17 times the images", BETA_SWEEP_COLUMN, "full-balance", "fedeas"),
