@@ -328,7 +328,8 @@ class RunConfig(_Table):
     """`fedeas run` only: maximum size of the image cache, such as 20GB; empty: no limit"""
 
     evaluation: Literal["central", "federated"] = "central"
-    """central: on the server's test set; federated: on the clients' test sets (needs protocol = paper)"""
+    """central: on the server's test set; federated: on the clients' test sets (needs protocol = paper or, where clients
+    train a generator, `generator-training.held-out`)"""
     gamma_hat: Literal["off", "trainable", "all-state"] = "trainable"
     """arrays on which the gradient dissimilarity Γ̂ is measured; all-state adds BatchNorm statistics and counters to
     the trainable ones"""

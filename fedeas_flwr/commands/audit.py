@@ -48,7 +48,9 @@ def audit(
             metavar="[CONF] [KEY=VALUE]...", help="config of a run, for its dataset, its sampler and a row per client"
         ),
     ] = None,
-    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100, own:PATH or hf:PATH")] = "digits",
+    dataset: Annotated[
+        str, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
+    ] = "digits",
     data_dir: Annotated[str, typer.Option(help="folder of the dataset")] = "",
     members: Annotated[
         str, typer.Option(help=".npz file or folder of images that it was trained on; default: the train split")

@@ -87,7 +87,8 @@ def check_strategy(config: RunConfig) -> Iterable[Finding]:
         build_strategy(config)
         client_part(config)
     except ValueError as error:
-        return [problem("strategy", error, "see `fedeas strategies` and docs/strategies.md")]
+        page = "docs/strategies.md" if config.dp == "none" else "docs/privacy.md"
+        return [problem("strategy", error, f"see `fedeas strategies` and {page}")]
     return [ok("strategy", config.strategy)]
 
 
