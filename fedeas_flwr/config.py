@@ -560,7 +560,7 @@ def generator_config(config: RunConfig) -> RunConfig:
     no run-dir. Clients evaluate it if they hold out images, otherwise whoever evaluates the classifier.
     """
     if not config.trains_generator:
-        raise ConfigError(f"generator = '{config.generator}': must be federated in a run that trains its generator")
+        raise ConfigError(f"policy = '{config.policy}': a run that generates no images trains no generator")
     if config.dp != "none":
         raise ConfigError(
             f"dp = '{config.dp}': must be none with generator = 'federated', whose training adds no noise; give the "

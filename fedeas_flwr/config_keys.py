@@ -75,9 +75,9 @@ _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule",
 """Setting of a policy → its key."""
 _GUIDANCE_KEYS = ("guidance-start", "guidance-stop", "guidance-rescale")
 """Keys without effect if there is no guidance."""
-_DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", *_GUIDANCE_KEYS, "generation-precision")
+DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", *_GUIDANCE_KEYS, "generation-precision")
 """Image keys that apply to diffusion models in a folder only."""
-_IMAGE_KEYS = ("generator", *_DIFFUSION_KEYS, "generation-batch", "shared-images", "min-class-agreement")
+_IMAGE_KEYS = ("generator", *DIFFUSION_KEYS, "generation-batch", "shared-images", "min-class-agreement")
 GENERATION_KEYS = ("policy", "policy-args", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that determine which images are generated."""
 STRATEGY_KEYS = {
@@ -116,7 +116,7 @@ def unused_keys(config: RunConfig) -> dict[str, str]:
     if config.guidance == 1:
         unused |= dict.fromkeys(_GUIDANCE_KEYS, "guidance above 1")
     if not config.generator_spec.is_diffusion:
-        unused |= dict.fromkeys(_DIFFUSION_KEYS, "a diffusion model as generator")
+        unused |= dict.fromkeys(DIFFUSION_KEYS, "a diffusion model as generator")
     if config.generator_spec.kind == "bank":
         unused["generation-batch"] = "a generator that is no bank"
     if not config.generates:
@@ -136,6 +136,10 @@ def unused_keys(config: RunConfig) -> dict[str, str]:
     if config.model != "resnet18":
         unused["stem"] = "model = 'resnet18'"
     return unused
+
+
+PATH_KEYS = ("generator", "weights", "generator-training.start")
+"""Keys besides `dataset` and `data-dir` whose values may be paths: a run records them as absolute ones."""
 
 
 def identity(config: RunConfig, free: Collection[str] = ()) -> dict[str, Any]:

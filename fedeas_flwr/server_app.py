@@ -163,7 +163,7 @@ def _train_generator(grid: Grid, config: RunConfig, run: RunDirectory, device: s
         if is_whole(own.path / GENERATOR):
             log(INFO, "Generator: %s, which the federation has trained before", own.path / GENERATOR)
             return own
-        training = training.with_changes(resume=own.is_record())
+        training = training.with_changes(resume=own.has_rounds())
         RunDirectory.start(training, run.environment())
         with log_to(own.path / "flower.log"):
             log(INFO, "Training the generator first, %d rounds: %s", training.rounds, own.path)

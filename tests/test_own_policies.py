@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from label_counts import betas, tables
 from runners import CHEAP, black_bank, client_state, finish, quick, run_in_process, small, weights
+from users_policies import Nameless
 
 from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.common.errors import ConfigError, RunError
@@ -225,6 +226,7 @@ def test_policy_without_a_name_has_its_path_as_name() -> None:
     policy = find_policy("users_policies:Nameless")
     check_policy(policy, probe_counts(10), PolicySettings(6.0))
     assert policy.name == "users_policies:Nameless"
+    assert not allocate([[3, 0, 1]], Nameless()).any()
 
 
 def test_doctor_checks_the_policy() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 cache_app = typer.Typer(cls=OrderedGroup, help="Manage the cache of generated images.", rich_markup_mode=None)
 
+Number = TypeVar("Number", int, float)
 _LINE_EVERY = 10.0
 _MAX_SHOWN = 20
 
@@ -134,13 +135,23 @@ def batch_speed(config: RunConfig, classes: int) -> GeneratorSpeed:
 
 def _open_checked(config: RunConfig, classes: int, wanted_by: str) -> Generator:
     from fedeas_flwr.common.devices import configure_torch
-    from fedeas_flwr.generators.opening import open_for_run
 
-    generator = open_for_run(config, configure_torch(config.device))
+    generator = _open(config, configure_torch(config.device))
     if classes != generator.num_classes:
         found = f"the counts have {counted(classes, 'class', 'classes')}, {config.dataset} has {generator.num_classes}"
         raise ValueError(f"{wanted_by}: {found}; give the matching --dataset")
     return generator
+
+
+def _open(config: RunConfig, device: str) -> Generator:
+    """Open a generator; train the built-in one, with progress, if it is not in the user's cache."""
+    from fedeas_flwr.generators.opening import open_for_run
+
+    if config.generator_spec.kind == "builtin":
+        from fedeas_flwr.launch.prepare import ensure_digits_generator
+
+        ensure_digits_generator(Console(stderr=True, markup=False))
+    return open_for_run(config, device)
 
 
 def _measure_speed(generator: Generator) -> GeneratorSpeed:
@@ -219,8 +230,8 @@ def generate(
     guided = {"guidance-start": guidance_start, "guidance-stop": guidance_stop, "guidance-rescale": guidance_rescale}
     settings: list[dict[str, Any]] = [
         {"sampler": sampler, "sampler-steps": steps, "guidance": scale, **guided}
-        for scale in _numbers("--guidance", guidance, float)
-        for steps in _numbers("--sampler-steps", sampler_steps, int)
+        for scale in numbers("--guidance", guidance, float)
+        for steps in numbers("--sampler-steps", sampler_steps, int)
     ]
     if len(settings) > 1 and not report:
         raise ConfigError("--guidance, --sampler-steps: several values need --report, which compares them")
@@ -253,7 +264,7 @@ def generate(
         print("no real image was compared: distances and copies are not measured")
 
 
-def _numbers(option: str, text: str, number: type[int] | type[float]) -> list[int] | list[float]:
+def numbers(option: str, text: str, number: type[Number]) -> list[Number]:
     """Return the distinct numbers of an option, which are separated by commas."""
     try:
         return list(dict.fromkeys(number(word) for word in text.split(",")))
@@ -273,13 +284,8 @@ def _write_images(
     from fedeas_flwr.data.datasets import dataset_info
     from fedeas_flwr.generators.bank import check_bank_size
     from fedeas_flwr.generators.interface import SampleId, images_per_class
-    from fedeas_flwr.generators.opening import open_for_run
 
-    if config.generator_spec.kind == "builtin":
-        from fedeas_flwr.launch.prepare import ensure_digits_generator
-
-        ensure_digits_generator(Console(stderr=True, markup=False))
-    opened = open_for_run(config, device)
+    opened = _open(config, device)
     if (available := images_per_class(opened)) is not None:
         planned = np.full((1, opened.num_classes), per_class)
         classes = dataset_info(config.dataset).classes
@@ -308,6 +314,8 @@ def _measure_by_real_images(dataset: str, data_dir: str, device: str, inception:
     with showing_log(Console(stderr=True, markup=False)):
         classifier = independent_classifier(dataset, data_dir, device)
     real = open_dataset(dataset, data_dir)
+    if len(real.y_test) < 2:
+        raise ConfigError(f"dataset = {dataset!r}: --report compares with held-out images, and needs two of them")
     return lambda images, labels: quality_report(real, classifier, images, labels, inception)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
+from fedeas_flwr.commands.images import batch_speed, estimate_generation, numbers, show_estimate
 from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.commands.quickstart import QUICKSTART
 from fedeas_flwr.common.errors import ConfigError
@@ -98,7 +98,8 @@ def plan(
     from fedeas_flwr.planning.budget_path import BudgetPath
     from fedeas_flwr.planning.run_plan import absent_classes_warning, planned_counts, stored_images
 
-    limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
+    limits = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds)
+    betas = numbers("--grid", grid, float) if grid else []
     timed_by = "--max-seconds" if max_seconds is not None else "--estimate" if estimate else ""
     conf, overrides = split_conf(words or [])
     given = _given(read_values(None, overrides), context.params)
@@ -223,11 +224,3 @@ def _check_beta_or_limits(limits: Limits, given: Given, grid: str) -> None:
     elif grid:
         names = ", ".join(map(option, vars(limits)))
         raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")
-
-
-def read_grid(text: str) -> list[float]:
-    """Return the numbers of a comma-separated list."""
-    try:
-        return [float(word) for word in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError(f"grid = '{text}': must be numbers separated by commas, such as 4,8,12,16,20") from None

@@ -81,7 +81,7 @@ def _reject_other_folder(folder: Path) -> None:
 def _cell(config: RunConfig) -> SweepRun:
     """Return one of the runs, to be started or resumed; raise if its folder does not allow that."""
     run = RunDirectory(Path(config.run_dir))
-    cell = SweepRun(config.policy, {}, config.with_changes(resume=run.is_record()), run)
+    cell = SweepRun(config.policy, {}, config.with_changes(resume=run.has_rounds()), run)
     check_cell(cell)
     run.checked_rounds()
     if not cell.finished:

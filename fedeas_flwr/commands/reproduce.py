@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, check_folder, print_line, reject_options
-from fedeas_flwr.commands.sweep import validate_runs, watching
+from fedeas_flwr.commands.sweep import run_watched, validate_runs
 from fedeas_flwr.common.cores import usable_cores
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_path, atomic_write
@@ -34,6 +33,10 @@ SET_BY_CELLS = {
     ),
     "seed": "see --seeds",
     **dict.fromkeys(("run-dir", "resume"), "see --out"),
+    **dict.fromkeys(
+        ("partition", "partition-args", "partition-seed", "beta", "gamma", "printed-rule", "total"),
+        "tables compare the paper's plans; for others use `fedeas sweep`",
+    ),
 }
 """Keys that --set must not change, because a cell's name or folder fixes them → what to use instead."""
 
@@ -144,7 +147,6 @@ def run_missing(
     choice: Choice, results: Results, folder: Path, jobs: int, export: Path | None, console: Console
 ) -> bool:
     """Run what is missing, export each run's record as it ends, and return whether a run failed after all retries."""
-    from fedeas_flwr.launch.sweep_jobs import run_sweep
     from fedeas_flwr.reproduce import missing_runs
     from fedeas_flwr.runs.listing import check_export
 
@@ -159,19 +161,7 @@ def run_missing(
             check_export(one.run, missing_runs.record_folder(export, one.values["cell"], one.config))
     validate_runs(sweep, console)
     missing_runs.archive_finished_runs(results, folder, export)
-
-    def prepare() -> None:  # train the built-in generator here, where progress is shown, and not inside a run
-        generating = (cell.config for cell in sweep.cells if cell.config.generates)
-        if any(config.generator_spec.kind == "builtin" for config in generating):
-            from fedeas_flwr.launch.prepare import ensure_digits_generator
-
-            ensure_digits_generator(console)
-
-    try:
-        with watching(console) as watcher:
-            failed = run_sweep(sweep, jobs, 1, missing_runs.ArchivingWatcher(watcher, export), prepare)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
+    failed = run_watched(sweep, jobs, 1, console, lambda inner: missing_runs.ArchivingWatcher(inner, export))
     for cell in failed:
         print_line(Console(stderr=True), f"failed: {cell.name}: {cell.error}")
     return bool(failed)

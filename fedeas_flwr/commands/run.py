@@ -188,6 +188,6 @@ def export(
     from fedeas_flwr.runs import listing
 
     run, record = RunDirectory(folder.absolute()), RunDirectory(to.absolute())
-    again = ", replacing its earlier record" if record.is_record() else ""
+    again = ", replacing its earlier record" if record.has_rounds() else ""
     listing.export(run, record.path)
     print(f"exported {counted(len(run.rounds()), 'round')} → {to}{again}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,11 +59,7 @@ def sweep(
     sweep.check()
     console = Console(stderr=output == "json", markup=False)
     validate_runs(sweep, console)
-    try:
-        with watching(console) as watcher:
-            failed = run_sweep(sweep, jobs, retries, watcher)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
+    failed = run_watched(sweep, jobs, retries, console)
     if output == "json":
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:
@@ -82,6 +78,28 @@ def validate_runs(sweep: Sweep, console: Console) -> None:
     from fedeas_flwr.launch.prepare import check_runs  # imports Flower
 
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
+
+
+def run_watched(
+    sweep: Sweep, jobs: int, retries: int, console: Console, wrap: Callable[[Watcher], Watcher] = lambda inner: inner
+) -> list[SweepRun]:
+    """Run a sweep with its display, which ``wrap`` may extend; return the runs that failed after all retries.
+
+    The built-in generator is trained before the first run, where its progress is shown.
+    """
+
+    def prepare() -> None:
+        generating = (cell.config for cell in sweep.cells if not cell.finished and cell.config.generates)
+        if any(config.generator_spec.kind == "builtin" for config in generating):
+            from fedeas_flwr.launch.prepare import ensure_digits_generator
+
+            ensure_digits_generator(console)
+
+    try:
+        with watching(console) as watcher:
+            return run_sweep(sweep, jobs, retries, wrap(watcher), prepare)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
 
 
 @contextmanager

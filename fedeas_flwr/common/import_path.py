@@ -91,11 +91,11 @@ def _parameters(function: Any) -> list[Parameter] | None:
         return None
 
 
-def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], arguments_key: str = "") -> Any:
+def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], arguments_key: str | None = "") -> Any:
     """Call a user's function or class with arguments by keyword; raise `ConfigError`, naming the ``key``, if it fails.
 
     The line names an argument that the function does not have, with those that it has; the key of the arguments is
-    ``key``-args by default. A `ConfigError` of the function is raised as it is.
+    ``key``-args by default, None if there is none. A `ConfigError` of the function is raised as it is.
     """
     accepted = accepted_arguments(function)
     for name in arguments:
@@ -105,7 +105,8 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
     named = [each for each in _parameters(function) or () if each.kind in _BY_KEYWORD]
     required = [each.name for each in named if each.default is Parameter.empty]
     if missing := [name for name in required if name not in arguments]:
-        raise ConfigError(f"{key}: {path!r} needs {', '.join(missing)}; give it in {arguments_key or f'{key}-args'}")
+        how = ", which no key sets" if arguments_key is None else f"; give it in {arguments_key or f'{key}-args'}"
+        raise ConfigError(f"{key}: {path!r} needs {', '.join(missing)}{how}")
     try:
         return function(**arguments)
     except ConfigError:  # it names the key itself

@@ -20,7 +20,7 @@ _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 def parse_bytes(text: str, name: str) -> int:
     """Read a number of bytes such as ``500MB``, ``20GB`` or ``2GiB``; `name` is its key, for the error."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not found or found[2].upper() not in _SIZES:
         raise ValueError(f"{name} = {text!r}: must be a size such as 500MB, 20GB or 2GiB")
     return int(float(found[1]) * _SIZES[found[2].upper()])

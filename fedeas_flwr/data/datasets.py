@@ -32,6 +32,7 @@ from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, c
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 # Part of the names of built-in datasets' folders in the cache: raise it when their content changes.
 _FORMAT = "1"
@@ -135,39 +136,23 @@ def _open_own_cached(name: str, folder: Path) -> tuple[DatasetInfo, Dataset]:
 def _write_own(name: str, folder: Path) -> None:
     arrays, classes = own_dataset.read_dataset(name.removeprefix(OWN))
     pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
-    # The lower bound of std avoids a division by zero for a constant channel.
-    mean, std = pixels.mean(axis=0) / 255, np.maximum(_std(pixels) / 255, 1e-3)
+    mean, std = (found / 255 for found in _mean_and_std(pixels))
+    std = np.maximum(std, 1e-3)  # a constant channel must not lead to a division by zero
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
     about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
     with atomic_folder(folder) as temporary:
         _write_folder(temporary, folder.name, arrays, about)
 
 
-def _std(pixels: Images) -> NDArray[np.float64]:
-    """Return ``pixels.std(axis=0)``, equal to the last bit, without NumPy's copy of all pixels as float64.
-
-    NumPy adds the squares of several columns from the first row to the last, and those of a single column pairwise.
-    """
-    mean = pixels.mean(axis=0)
-
-    def squares(rows: Images) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = rows - mean
-        found *= found
-        return found
-
-    def pairwise(rows: Images) -> NDArray[np.float64]:
-        if len(rows) <= _ROWS_AT_ONCE:
-            return np.asarray(squares(rows).sum(axis=0))
-        half = len(rows) // 2 - len(rows) // 2 % 8
-        return pairwise(rows[:half]) + pairwise(rows[half:])
-
-    if pixels.shape[1] == 1:
-        total = pairwise(pixels)
-    else:
-        total = np.zeros(pixels.shape[1])
-        for first in range(0, len(pixels), _ROWS_AT_ONCE):
-            total = np.vstack((total, squares(pixels[first : first + _ROWS_AT_ONCE]))).sum(axis=0)
-    return np.sqrt(total / len(pixels))
+def _mean_and_std(pixels: Images) -> tuple[FloatArray, FloatArray]:
+    """Return mean and standard deviation of each channel, ``[pixels, channels]``, from the counts of the 256 values."""
+    counts = np.zeros((256, pixels.shape[1]))
+    for first in range(0, len(pixels), _ROWS_AT_ONCE):  # bincount copies its input
+        part = pixels[first : first + _ROWS_AT_ONCE].T
+        counts += np.stack([np.bincount(channel, minlength=256) for channel in part], axis=1)
+    values = np.arange(256)[:, None]
+    mean = (counts * values).sum(axis=0) / len(pixels)
+    return mean, np.sqrt((counts * (values - mean) ** 2).sum(axis=0) / len(pixels))
 
 
 def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:

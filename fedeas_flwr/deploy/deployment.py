@@ -16,6 +16,7 @@ server or through an SSH tunnel to it.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shutil
 import tomllib
@@ -78,6 +79,8 @@ class Deployment:
         for host in self.hosts:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", host):
                 raise ConfigError(f"host = '{host}': must be a name or an address, without a port")
+            if ":" in host:
+                _check_shortest(host)
         if not Path(self.install_dir).is_absolute() or not re.fullmatch(r"[\w./+-]+", self.install_dir):
             raise ConfigError(f"install-dir = '{self.install_dir}': must be an absolute path without spaces")
 
@@ -113,6 +116,16 @@ class Deployment:
                 "round-timeout": 1800.0,
             }
         )
+
+
+def _check_shortest(host: str) -> None:
+    """Raise `ConfigError` unless an IPv6 address is written as certificates have it."""
+    try:
+        shortest = str(ipaddress.ip_address(host))
+    except ValueError:
+        raise ConfigError(f"host = '{host}': must be a name or an address, without a port") from None
+    if host != shortest:
+        raise ConfigError(f"host = '{host}': must be written {shortest}")
 
 
 def read_deployment(folder: Path) -> Deployment:

@@ -139,7 +139,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from fedeas_flwr.planning.run_plan import planned_allocation
+    from fedeas_flwr.planning.run_plan import added_images
     from fedeas_flwr.training.build import local_training_config
     from fedeas_flwr.training.models import build_model
 
@@ -156,7 +156,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         counts = _counts(config)
     except ValueError:  # check_clients reports it
         return []
-    samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
+    samples = [int(held) for held in (counts + added_images(config, counts)).sum(axis=1)]
     last = {client: local_training_config(config).batches(held)[1] for client, held in enumerate(samples)}
     short = {client: size for client, size in last.items() if 0 < size < SMALL_BATCH}
     if not short:

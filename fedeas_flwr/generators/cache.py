@@ -21,6 +21,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.common.npy import read_array
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.generators.interface import LEFT_OUT, Generator, SampleId, batch_size
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
 from fedeas_flwr.runs.files import GENERATOR
 
 MANIFEST = "manifest.json"
@@ -93,7 +94,7 @@ class ImageCache:
         folder = _client_folder(self.root / self.key(generator, seed), client)
         _reject_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
-        _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
+        _note_use(folder.parent, generator, seed, about or {})
         starts = np.cumsum(counts) - counts  # position in `images` of each class's first sample
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
@@ -131,17 +132,16 @@ class ImageCache:
     def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
         """Return the folder of images with a manifest, of several the one used last; no generator is needed.
 
-        ``about`` is as given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks
-        matches the value 0, or its value in `LEFT_OUT`.
+        ``about`` is as given to `ensure`; of paths, only the last part is compared.
         """
-        wanted = {key: _last_part(value) for key, value in {**LEFT_OUT, **about, "seed": seed}.items()}
+        wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
         fitting = []
         for path in self.root.glob(f"*/{MANIFEST}"):
             try:
-                facts, used = LEFT_OUT | read_manifest(path), path.stat().st_mtime
+                facts, used = read_manifest(path), path.stat().st_mtime
             except OSError:
                 continue
-            if all(_last_part(facts[key]) == value if key in facts else not value for key, value in wanted.items()):
+            if all(key in facts and _last_part(facts[key]) == value for key, value in wanted.items()):
                 fitting.append((used, path.parent))
         return max(fitting)[1] if fitting else None
 
@@ -192,11 +192,13 @@ def _reject_links(*paths: Path) -> None:
 
 def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:
     path = folder / MANIFEST
-    try:
+    with suppress(FileNotFoundError):
         os.utime(path, follow_symlinks=False)
-    except FileNotFoundError:
-        facts = {**about, "seed": seed, "image-shape": generator.image_shape, "fingerprint": generator.fingerprint}
-        atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
+        if about.items() <= read_manifest(path).items():
+            return
+    known = about or {"generator": type(generator).__name__}
+    facts = {**known, "seed": seed, "image-shape": generator.image_shape, "fingerprint": generator.fingerprint}
+    atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wanted") -> list[int]:

@@ -53,7 +53,7 @@ def _entry(folder: Path) -> Entry:
     manifest = folder / MANIFEST
     try:
         last_used, facts = manifest.lstat().st_mtime, read_manifest(manifest)
-    except OSError:  # written by a version without manifests
+    except OSError:  # its writer was killed before it wrote the manifest
         last_used, facts = folder.stat().st_mtime, {}
     blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
     ranges = itertools.chain.from_iterable(map(shards, folder.glob("client-*/class-*")))

@@ -140,12 +140,7 @@ class LazyGenerator:
         return generator
 
 
-LEFT_OUT = {"guidance-stop": 1.0}
-"""Values that `describe_generator` leaves out: manifests of images made before these keys do not have them."""
-
-
 def describe_generator(config: RunConfig) -> dict[str, Any]:
-    """Return the run-config's keys that describe the origin of its images, except those in `LEFT_OUT`."""
+    """Return the run-config's keys that describe the origin of its images."""
     keys, parts = ("generator", "dataset", "sampler", "sampler-steps"), ("guidance", "generation-")
-    found = {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}
-    return {k: v for k, v in found.items() if (k, v) not in LEFT_OUT.items()}
+    return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith(parts)}

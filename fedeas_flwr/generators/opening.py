@@ -227,7 +227,7 @@ def hash_own_inputs(config: RunConfig) -> dict[str, str]:
     with suppress(OSError, ValueError):
         if is_own(config.dataset):
             found["dataset"] = hash_own_images(config.dataset)
-    for key in ("policy", "strategy", "model"):
+    for key in ("policy", "strategy", "model", "partition"):
         with suppress(ConfigError):
             if is_import_path(path := getattr(config, key)):
                 found[key] = source_hash(path, key)

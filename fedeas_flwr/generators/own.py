@@ -25,7 +25,7 @@ def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, 
     offered = {"classes": classes, "image_shape": image_shape, "device": device}
     taken = accepted_arguments(build)
     arguments = {key: value for key, value in offered.items() if taken is None or key in taken}
-    generator: Generator = call_with(build, path, "generator", arguments)
+    generator: Generator = call_with(build, path, "generator", arguments, None)
     check_attributes(generator, f"{path!r} returned {type(generator).__name__}")
     if not isinstance(generator.fingerprint, str) or not generator.fingerprint:
         raise ConfigError(f"generator: {path!r} has fingerprint {generator.fingerprint!r}: must be a text")

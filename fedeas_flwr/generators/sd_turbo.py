@@ -23,6 +23,7 @@ from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.diffusion.model_folder import check_weights
 from fedeas_flwr.generators.interface import SampleId, check_variety
+from fedeas_flwr.generators.learn.denoiser import step_seed
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
@@ -80,7 +81,7 @@ class TurboGenerator:
             num_inference_steps=_STEPS,
             guidance_scale=_GUIDANCE,
             # Noise is drawn on the CPU, so that it is the same for every device.
-            generator=[torch.Generator().manual_seed(_seed(sample)) for sample in batch],
+            generator=[torch.Generator().manual_seed(step_seed(*sample)) for sample in batch],
             output_type="pt",
         ).images
         if not bool(pictures.isfinite().all()):
@@ -101,11 +102,6 @@ def downscale(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDAr
         small = (small * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
     pixels = (small.clamp(0, 1) * 255).round().to(torch.uint8)
     return np.ascontiguousarray(pixels.permute(0, 2, 3, 1).numpy())
-
-
-def _seed(sample: SampleId) -> int:
-    source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
-    return int(source.generate_state(1, np.uint64)[0] >> 1)
 
 
 def check_transformers() -> None:

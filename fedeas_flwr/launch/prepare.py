@@ -17,6 +17,7 @@ from fedeas_flwr.common.files import is_whole
 from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import absolute_paths
+from fedeas_flwr.config_keys import DIFFUSION_KEYS, GENERATION_KEYS, PARTITION_KEYS
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.generators.bank import check_bank_size
@@ -131,41 +132,32 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
         print_generator_warning(config, console)
-    for config in _differing(configs, "task", "generator_training", "dataset", "model", "stem", "weights"):
+    for config in _differing(configs, "task", "generator-training", "dataset", "model", "stem", "weights"):
         find_learner(config).initial_state(config)
     for config in configs:
         if config.dp != "none":
             describe_noise(config, find_learner(config).initial_state(config)[0])
-    for config in _differing(configs, "dataset", "data_dir"):
+    for config in _differing(configs, "dataset", "data-dir"):
         open_dataset(config.dataset, config.data_dir)
-    for config in _differing(configs, *_PARTITION_KEYS):
+    for config in _differing(configs, *PARTITION_KEYS):
         planned_counts(config, show_tries(console))
-    for config in _differing(configs, *_PARTITION_KEYS, *_PLAN_KEYS):
+    for config in _differing(configs, *PARTITION_KEYS, *GENERATION_KEYS):
         check_own_policy(config, planned_counts(config))
     with_bank = [config for config in generating if config.generator_spec.kind == "bank"]
     for one in _differing(with_bank, "dataset", "generator"):
         opened = open_for_run(one, "cpu")
         print_generator_warning(one, console)
         users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
-        for config in _differing(users, *_PARTITION_KEYS, *_PLAN_KEYS):
+        for config in _differing(users, *PARTITION_KEYS, *GENERATION_KEYS):
             check_bank_covers_plan(config, planned_counts(config), opened)
 
 
-_GENERATOR_KEYS = (
-    "generator",
-    "generator_training",
-    "sampler",
-    "sampler_steps",
-    *("guidance", "guidance_start", "guidance_stop", "guidance_rescale"),
-    "generation_batch",
-    "generation_precision",
-)
-_PARTITION_KEYS = ("dataset", "protocol", "clients", "partition", "partition_args", "alpha", "partition_seed")
-_PLAN_KEYS = ("policy", "policy_args", "beta", "gamma", "printed_rule", "total", "shared_images")
+_GENERATOR_KEYS = ("generator", "generator-training", *DIFFUSION_KEYS, "generation-batch")
 
 
-def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:
-    """Return one config per distinct combination of the fields' values."""
+def _differing(configs: Iterable[RunConfig], *keys: str) -> list[RunConfig]:
+    """Return one config per distinct combination of the keys' values."""
+    fields = [key.replace("-", "_") for key in keys]
     return list({tuple(getattr(config, field) for field in fields): config for config in configs}.values())
 
 

@@ -177,8 +177,10 @@ class RoundProgress:
 
     def _show_training(self, now: float) -> bool:
         """Show the generator's training every ten seconds; return whether it has new rounds."""
+        if self._training is None or self._trained >= self._training.rounds:
+            return False
         before, self._trained = self._trained, rounds_done(self._training)
-        if self._training is None or self._trained == before:
+        if self._trained == before:
             return False
         done = f"training the generator: round {self._trained}/{self._training.rounds}"
         if self._bar is not None:

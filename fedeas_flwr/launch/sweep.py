@@ -24,14 +24,11 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import as_csv
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
-from fedeas_flwr.config_keys import keys_in_use
+from fedeas_flwr.config_keys import PATH_KEYS, keys_in_use
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.generators.opening import hash_own_inputs
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far
-
-PATH_KEYS = ("generator", "data-dir", "weights")
-"""Keys that a run records as absolute paths, whatever was given."""
 
 MEASURES = {
     "classifier": {"last_20": "last_20", "peak": "peak", "images": "total_generated"},
@@ -162,7 +159,7 @@ def check_cell(cell: SweepRun) -> None:
     before, now = (
         {**config.to_user_dict(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
     )
-    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS}):
+    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS, "data-dir"}):
         key, old, new = changed
         way = "give another --out, or remove it (fedeas runs rm)"
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")

@@ -84,8 +84,9 @@ class Job:
             with suppress(psutil.Error):
                 process = psutil.Process(registered["pid"])
                 for one in (*process.children(recursive=True), process):
-                    if not is_watchdog(one):
-                        one.kill()
+                    with suppress(psutil.Error):  # it may just have ended; the others have not
+                        if not is_watchdog(one):
+                            one.kill()
 
 
 @dataclass
@@ -285,7 +286,7 @@ def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
     if run.processes():
         return Job(cell, None, rounds)
     cell.attempts += 1
-    begun = (run.path / "rounds.jsonl").exists()
+    begun = run.has_rounds()
     if not begun:
         RunDirectory.start(cell.config, describe_environment("not known yet"))
         run.set_status("interrupted")  # unregisters the sweep, which stopping the run would otherwise kill

@@ -14,8 +14,9 @@ from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.own_images import few_names
 from fedeas_flwr.data.sources import is_own
 from fedeas_flwr.partition import make_partition, plan_labels
+from fedeas_flwr.policies.interface import ClientView
 from fedeas_flwr.policies.own import check_policy, probe_counts
-from fedeas_flwr.policies.registry import POLICIES, allocate, settings_of
+from fedeas_flwr.policies.registry import POLICIES, checked_plan, federation_plan, settings_of
 
 
 def planned_counts(config: RunConfig, progress: Callable[[int], None] | None = None, *, keep: bool = True) -> Labels:
@@ -40,15 +41,15 @@ def planned_counts(config: RunConfig, progress: Callable[[int], None] | None = N
 
 def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
     """Return the number of synthetic images that each client of a run uses, ``[clients, classes]``."""
-    return allocate(
-        counts,
-        config.find_policy(),
-        beta=config.beta,
-        gamma=config.gamma,
-        strict_mean=not config.printed_rule,
-        total=config.total or None,
-        round=config.rounds,
-    )
+    return federation_plan(config.find_policy(), counts, config.policy_settings, config.rounds)
+
+
+def added_images(config: RunConfig, counts: Labels) -> Labels:
+    """Return the images that each client adds to its own, generated or repeated, ``[clients, classes]``."""
+    policy = config.find_policy()
+    if policy.repeats:
+        return checked_plan(policy, ClientView(counts, config.policy_settings))
+    return planned_allocation(config, counts)
 
 
 def check_own_policy(config: RunConfig, counts: Labels | None = None) -> None:

@@ -72,7 +72,8 @@ Query = Callable[[str, float], Mapping[int, Sequence[int]]]
 class Policy(Protocol):
     """Decides how many images of each class a client adds to its own. Pure and deterministic."""
 
-    name: str
+    name: str = ""
+    """Its name in reports; an imported policy without one has its import path."""
     settings: frozenset[str] = frozenset()
     """Fields of `PolicySettings` that the plan depends on."""
     repeats: bool = False

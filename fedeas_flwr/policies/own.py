@@ -143,7 +143,7 @@ def load_policy(path: str, arguments: str = "") -> Policy:
     if not isinstance(found, Policy):
         kind = f"is of type {type(found).__name__}"
         raise ConfigError(f"policy: {path!r} {kind}: must be a function of a client's counts, or a Policy")
-    if not hasattr(found, "name"):
+    if not found.name:
         found.name = path
     return found
 

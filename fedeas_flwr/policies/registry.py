@@ -117,8 +117,13 @@ def allocate(
     view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
     if isinstance(rule, str):
         return REFERENCES[rule](counts, int(FEDEAS.plan(view).sum()) if total is None else total)
-    view = replace(view, round=max(rule.parts) if round is None else rule.part(round))
-    return images_to_generate(rule, replace(view, shares=split_over_rows(rule, view)))
+    return federation_plan(rule, counts, view.settings, max(rule.parts) if round is None else int(round))
+
+
+def federation_plan(policy: Policy, counts: IntArray, settings: PolicySettings, round: int) -> IntArray:
+    """Return the images that each of a federation's clients generates in a round, a matched total shared among them."""
+    view = ClientView(counts, settings, round=policy.part(round))
+    return images_to_generate(policy, replace(view, shares=split_over_rows(policy, view)))
 
 
 def images_to_generate(policy: Policy, view: ClientView) -> IntArray:

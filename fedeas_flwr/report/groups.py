@@ -17,7 +17,7 @@ from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.config_keys import GENERATION_KEYS, identity
+from fedeas_flwr.config_keys import GENERATION_KEYS, PATH_KEYS, identity
 from fedeas_flwr.data.datasets import dataset_info, short_name
 from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
@@ -31,7 +31,6 @@ CLIENT_WORK = ("generating", "training")
 """Phases whose seconds are summed over clients, which may work in parallel."""
 MIN_TEST_IMAGES = 300
 """Number of test images below which a gain is marked: the standard error of an accuracy can exceed 2.9 points."""
-_PATHS = ("generator", "weights")
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,11 @@ class Group:
     def config(self) -> RunConfig:
         """Return the config of the first seed; the others differ only in the seed."""
         return self.members[0].config
+
+    @cached_property
+    def key_without_images(self) -> dict[str, Any]:
+        """Return the keys and values that the group has in common with its baseline."""
+        return group_key(self.config, (*GENERATION_KEYS, "threshold", "gamma-hat"))
 
     @property
     def seeds(self) -> list[int]:
@@ -231,7 +235,7 @@ def group_key(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     """
     values = identity(config, ("seed", "data-dir", *free))
     dataset = {"dataset": short_name(config.dataset) + HfSpec.parse(config.dataset).written}
-    return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
+    return values | dataset | {key: without_folder(str(values[key])) for key in PATH_KEYS if key in values}
 
 
 def _one_per_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
@@ -340,14 +344,19 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 def _differing_keys(group: Group, other: Group) -> list[str]:
     """Return the keys, except those of generation, in which two groups differ; both must use the key."""
-    mine, theirs = (group_key(one.config, (*GENERATION_KEYS, "threshold", "gamma-hat")) for one in (group, other))
+    mine, theirs = group.key_without_images, other.key_without_images
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
+
+
+def comparable_baseline(group: Group, groups: Sequence[Group]) -> Group | None:
+    """Return the baseline if all runs of both groups reached the same round."""
+    baseline = baseline_of(group, groups)
+    return baseline if baseline and _as_far(group, baseline) else None
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:
     """Return the gain over the baseline in percentage points, and η; ``None`` without a comparable baseline."""
-    baseline = baseline_of(group, groups)
-    if baseline is None or not _as_far(group, baseline):
+    if (baseline := comparable_baseline(group, groups)) is None:
         return None
     mine, theirs = group.spread("last_20"), baseline.spread("last_20")
     assert mine is not None and theirs is not None  # every round has an accuracy
@@ -358,7 +367,7 @@ def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, f
 def show_efficiency(group: Group, groups: Sequence[Group]) -> str | None:
     """Return η up to the first digit of its standard error over seeds, or with two significant digits if that is 0 or
     a group has one seed; ``None`` without η."""
-    gain, baseline = gain_and_efficiency(group, groups), baseline_of(group, groups)
+    gain, baseline = gain_and_efficiency(group, groups), comparable_baseline(group, groups)
     if gain is None or gain[1] is None or baseline is None:
         return None
     error = 0.0
@@ -372,8 +381,7 @@ def show_efficiency(group: Group, groups: Sequence[Group]) -> str | None:
 
 def weak_gain(group: Group, groups: Sequence[Group]) -> str | None:
     """Return why a gain says little (one seed, few test images); ``None`` if neither holds or there is no gain."""
-    baseline = baseline_of(group, groups)
-    if baseline is None or gain_and_efficiency(group, groups) is None:
+    if (baseline := comparable_baseline(group, groups)) is None:
         return None
     reasons = ["one seed"] if min(len(group.seeds), len(baseline.seeds)) == 1 else []
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedeas_flwr.common.text import MAX_NAMED, counted
-from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_efficiency, weak_gain, why_no_gain
+from fedeas_flwr.report.groups import Group, Member, comparable_baseline, weak_gain, why_no_gain
 
 WEAK = "†"
 """Mark of a gain that says little."""
@@ -72,8 +72,7 @@ def seed_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each gain over a baseline with other seeds."""
     found = []
     for group in groups:
-        baseline = baseline_of(group, groups) if gain_and_efficiency(group, groups) else None
-        if baseline and baseline.seeds != group.seeds:
+        if (baseline := comparable_baseline(group, groups)) and baseline.seeds != group.seeds:
             own, other = (", ".join(map(str, seeds)) for seeds in (group.seeds, baseline.seeds))
             found.append((f"its seeds are {own}, but those of its baseline are {other}", group.name))
     return _group_by_reason("Gain", found)

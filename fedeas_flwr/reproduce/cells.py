@@ -224,8 +224,7 @@ class Cell:
 
     def own_keys(self) -> tuple[str, ...]:
         """Return the keys that the cell's name decides, which no `--set` may change; the generator's may be changed."""
-        named = [key for key in self.method.keys if key != "generator"]
-        return (*named, *(["beta"] if "gamma" in named else []))
+        return tuple(key for key in self.method.keys if key != "generator")
 
     def config(self, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> RunConfig:
         """Return the run-config of one seed; ``more`` are keys of all runs, such as where the data is."""

@@ -53,7 +53,8 @@ def _rounds(runs: Sequence[Measured]) -> FloatArray:
         sizes = held.sum(axis=1)
         labels, ends_with_two = held / sizes[:, None], sizes % config.batch_size == 2
         for record in RunDirectory(run.path).rounds()[10:]:
-            clients = record["clients"]
+            if not (clients := record["clients"]):  # a failed round
+                continue
             weights = real[clients] / real[clients].sum()
             parts = np.round(1e9 * weights @ labels[clients]).astype(np.int64)
             share, entropy = weights[ends_with_two[clients]].sum(), normalised_entropy([parts])[0]

@@ -41,7 +41,7 @@ def record_folder(records: Path, name: str, config: RunConfig) -> Path:
     if config.dataset != "digits":  # at smoke scale several columns share a config
         place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
     usual = RunDirectory(records / place / f"{method}-s{config.seed}")
-    before = usual.config() if usual.is_record() else config
+    before = usual.config() if usual.has_rounds() else config
     if before.gamma_hat != config.gamma_hat and experiment_key(before) == experiment_key(config):
         return usual.path.with_name(f"{usual.path.name}-{config.gamma_hat}")
     return usual.path
@@ -70,7 +70,7 @@ def archive_finished_runs(results: Results, runs: Path, folder: Path | None) -> 
             record, directory = folder and record_folder(folder, name, run.config), RunDirectory(run.path)
             if record:
                 check_export(directory, record)
-            archive_run(directory, None if record and RunDirectory(record).is_record() else record)
+            archive_run(directory, None if record and RunDirectory(record).has_rounds() else record)
 
 
 class ArchivingWatcher:

@@ -36,13 +36,15 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
     """Return the keys and values that define an experiment; runs with equal ones belong to the same cell.
 
     Keys of `FREE_KEYS` and unused keys are left out. Folder names differ between machines, so paths are replaced:
-    ``weights`` by whether any are given, ``generator`` by its kind.
+    ``weights`` and ``generator-training.start`` by whether any are given, ``generator`` by its kind.
     """
     values = identity(config, FREE_KEYS)
     values["weights"] = "none" if config.weights == "none" else "given"
     if "generator" in values:
         spec = config.generator_spec
         values["generator"] = "diffusion" if spec.is_diffusion else spec.kind
+    if "generator-training.start" in values:
+        values["generator-training.start"] = "given" if config.generator_training.start else ""
     return values
 
 

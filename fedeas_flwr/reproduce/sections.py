@@ -15,6 +15,7 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.report import page
 from fedeas_flwr.report.samples import draw_rows
@@ -107,6 +108,12 @@ def draw_samples(config: RunConfig) -> Figure:
     """
     names = dataset_info(config.dataset).classes
     generator = open_for_run(config, configure_torch(config.device))
-    images, _, _ = ImageCache().ensure(generator, seed=config.seed, client=0, wanted=[IMAGES_PER_CLASS] * len(names))
+    images, _, _ = ImageCache().ensure(
+        generator,
+        seed=config.seed,
+        client=0,
+        wanted=[IMAGES_PER_CLASS] * len(names),
+        about=describe_generator(config),
+    )
     rows = images.reshape(len(names), IMAGES_PER_CLASS, *images.shape[1:])
     return draw_rows(list(zip(names, rows, strict=True)), IMAGES_PER_CLASS)

@@ -74,7 +74,7 @@ class RunDirectory(RunStatus):
         """Raise `RunError` if the folder holds files of the user or a run that this config does not resume."""
         if config.resume:
             self._check_same(config)
-        elif (self.path / "rounds.jsonl").exists():
+        elif self.has_rounds():
             raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
         elif holds_others_files(self.path):
             raise RunError(f"run-dir = '{self.path}' is not empty and holds no run; name a new folder")
@@ -175,7 +175,7 @@ class RunDirectory(RunStatus):
         With `data-change` = "replan" the images may.
         """
         before, config = self.files(), self.config()
-        for key in ("dataset", "policy", "strategy", "model"):
+        for key in ("dataset", "policy", "strategy", "model", "partition"):
             if before.get(key, found.get(key)) == found.get(key, before.get(key)):
                 continue
             if key == "dataset" and config.data_change == "replan":
@@ -370,8 +370,8 @@ class RunDirectory(RunStatus):
         found = self.summary()
         return one_line(found.get("stopped", ""), MAX_LINE) if found.get("rounds") == len(self.rounds()) else ""
 
-    def is_record(self) -> bool:
-        """Return whether this is a complete record of a run: it has the rounds, which listing.py writes last."""
+    def has_rounds(self) -> bool:
+        """Return whether rounds.jsonl exists: the run has begun, or its record, where it comes last, is complete."""
         return (self.path / "rounds.jsonl").exists()
 
     def save_service(self, stats: Mapping[str, Any]) -> None:

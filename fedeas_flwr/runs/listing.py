@@ -16,6 +16,7 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.hf_spec import HF, HfSpec
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_keys import PATH_KEYS
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import (
     CHECKPOINT,
@@ -192,8 +193,8 @@ def flat_round(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def export(run: RunDirectory, folder: Path) -> None:
     """Copy the record of a finished run to a folder, without paths, host names and addresses of its machines."""
     config = portable_config(run.config())
-    if not (run.path / "summary.json").exists():
-        raise RunError(f"{run.path} has not finished: there is no summary.json to export")
+    if (state := run.state()) != "finished":
+        raise RunError(f"{run.path} is {state}, not finished: there is nothing to export")
     run.checked_rounds()
     check_export(run, folder)
     summary = run.summary()
@@ -211,8 +212,7 @@ def portable_config(config: RunConfig) -> dict[str, Any]:
     values = config.to_user_dict()
     # Without a run-dir there is nothing to resume.
     values |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False, "callbacks": ""}
-    paths = ("dataset", "generator", "weights", "generator-training.start")
-    return values | {key: without_folder(values[key]) for key in paths}
+    return values | {key: without_folder(values[key]) for key in ("dataset", *PATH_KEYS)}
 
 
 def check_export(run: RunDirectory, folder: Path) -> None:
@@ -223,7 +223,7 @@ def check_export(run: RunDirectory, folder: Path) -> None:
         raise RunError(f"{folder} is not empty and holds no record; name a new folder")
     there = RunDirectory(folder)
     rounds = [_exported(record) for record in there.rounds()]
-    if there.is_record() and (not rounds or rounds != [_exported(record) for record in run.rounds()[: len(rounds)]]):
+    if there.has_rounds() and (not rounds or rounds != [_exported(record) for record in run.rounds()[: len(rounds)]]):
         other = there.config()
         done = counted(len(rounds), "round")
         what = f"{other.policy}, {other.strategy}, {other.dataset}, seed {other.seed}, {done}"

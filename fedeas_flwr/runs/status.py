@@ -40,7 +40,7 @@ class RunStatus:
         gaps: str = "",
         warnings: Mapping[str, str] | None = None,
     ) -> None:
-        """Write the status of the run, unless it is interrupted after it has ended and not because processes died.
+        """Write the status of the run. ``interrupted`` does not replace finished, nor failed unless processes died.
 
         A running run lists its processes (a launcher, and the ServerApp that it started) and is running while one of
         them is alive. It keeps the time of its first process's start. A lock keeps these processes from overwriting

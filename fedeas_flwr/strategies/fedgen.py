@@ -189,7 +189,7 @@ class FedGenObjective(Objective):
         logits, head, given = model(batch.images), cast(nn.Linear, model.fc), batch.given
         with torch.no_grad():
             generator = {name: given[f"generator/{name}"] for name in ALL}
-            like_own = generate(generator, given["noise"][: len(batch.labels)], batch.labels)
+            like_own = generate(generator, given["noise"][batch.first :][: len(batch.labels)], batch.labels)
             teacher = F.log_softmax(head(like_own), 1)
             asked = generate(generator, given["asked noise"], given["asked labels"])
         divergence = F.kl_div(F.log_softmax(logits, 1), teacher, reduction="none", log_target=True).sum(1)

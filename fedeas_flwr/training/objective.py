@@ -53,6 +53,8 @@ class Batch:
     """The engine's cross-entropy of logits and labels, per sample."""
     precomputed: Tensors = field(default_factory=dict)
     """Results of `Objective.precompute` for these samples, ``[B, …]``; empty if the engine did not call it."""
+    first: int = 0
+    """Position of the first sample in the step's batch: above 0 if the batch is trained on in parts."""
 
 
 class Objective:

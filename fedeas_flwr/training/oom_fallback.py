@@ -63,7 +63,9 @@ def accumulate_gradients(
     for begin in range(0, len(batch.labels), size):
         rows = slice(begin, begin + size)
         precomputed = {name: values[rows] for name, values in batch.precomputed.items()}
-        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], precomputed=precomputed)
+        part = replace(
+            batch, images=batch.images[rows], labels=batch.labels[rows], first=begin, precomputed=precomputed
+        )
         share = len(part.labels) / len(batch.labels)
         own, gradients = full_batch_gradient(objective, model, part, weights)
         loss += share * own

@@ -109,6 +109,8 @@ VALID = {"hosts": ("lab",), "port": 9092, "superlink_port": 9093, "nodes": 2, "i
         ({"superlink_port": 0}, "superlink-port = 0: must be from 1 to 65535"),
         ({"superlink_port": 9092}, "superlink-port = 9092: must differ from port"),
         ({"hosts": ("lab:9092:x/..",)}, "must be a name or an address, without a port"),
+        ({"hosts": ("cafe:9092",)}, "must be a name or an address, without a port"),
+        ({"hosts": ("2001:DB8::1",)}, "host = '2001:DB8::1': must be written 2001:db8::1"),
         ({"hosts": ("$(reboot)",)}, "host = '$(reboot)'"),
         ({"install_dir": "relative"}, "install-dir = 'relative': must be an absolute path"),
         ({"install_dir": "/opt/fedeas\nUser=root"}, "must be an absolute path without spaces"),

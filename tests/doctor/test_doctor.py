@@ -311,6 +311,9 @@ def test_check_last_batches_names_the_smallest_batch(tmp_path: Path) -> None:
         inputs.check_last_batches, config(**paper | {"policy": "fedeas", "beta": 12.0, "generator": "bank:b"})
     )
     assert "3 of 20 clients" in filled.text and "client 8 with 2 of its 1,026" in filled.text
+    copies = {"dataset": "digits", "clients": 10, "model": "resnet18", "policy": "oversample", "batch_size": 32}
+    repeated = only(inputs.check_last_batches, config(**copies, partition_seed=42, alpha=0.1, beta=12.0))
+    assert repeated != only(inputs.check_last_batches, config(**{**copies, "policy": "none"}, alpha=0.1))
     assert only(inputs.check_last_batches, config(**paper, min_batch=8)).state == "ok"
     without = config(**paper | {"model": "users_models:tiny"})
     for other in (without, config(**paper | {"model": "nowhere:net"})):

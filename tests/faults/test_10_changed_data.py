@@ -18,6 +18,7 @@ from fedeas_flwr.common.import_path import source_hash
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import FederatedData, federated_data, local_data
 from fedeas_flwr.data.node import Node
+from fedeas_flwr.generators.opening import hash_own_inputs
 from fedeas_flwr.launch.sweep import SweepRun, check_cell
 from fedeas_flwr.partition import Partition
 from fedeas_flwr.policies.own import find_policy
@@ -100,7 +101,10 @@ def test_changed_code_is_rejected_by_a_resumed_run_and_a_sweep(tmp_path: Path, m
     write_rules(0, 1)  # a function that the run does not use
     check_cell(SweepRun("r", {}, config, RunDirectory(tmp_path / "r")))
     hashed = source_hash("changing_rules:same_total", "policy")
+    own_parts = config.with_changes(partition="changing_rules:rule")
+    before = hash_own_inputs(own_parts)["partition"]
     write_rules(1, 1)
+    assert hash_own_inputs(own_parts)["partition"] != before
     assert hashed != source_hash("changing_rules:same_total", "policy")
     with pytest.raises(RunError, match="policy = 'changing_rules:rule': its source changed"):
         check_cell(SweepRun("r", {}, config, RunDirectory(tmp_path / "r")))

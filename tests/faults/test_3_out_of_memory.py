@@ -19,6 +19,7 @@ from users_models import Unlucky, WithFeatures, WithFunctions
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.fedgen_generator import NOISE, new_generator
 from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import read_state
@@ -152,6 +153,30 @@ def test_low_memory_modes_keep_the_regularisation_terms(
         assert torch.allclose(loss, whole_loss, atol=1e-5)
         for ours, theirs in zip(gradients, whole, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_fedgen_in_parts_gives_each_image_its_own_noise() -> None:
+    """With the noise of the step's first images for every part, the gradient differs by 0.1."""
+    keys = {
+        "strategy": "fedgen",
+        "model": "small-cnn",
+        "disclose-label-counts": True,
+        "policy": "none",
+        "batch-size": 8,
+    }
+    config = parse_config(keys)
+    model, draws = build_network(config), torch.Generator().manual_seed(0)
+    weights = list(model.parameters())
+    given = {f"generator/{n}": w for n, w in new_generator(model.fc.in_features, 10, 1).items()}  # type: ignore[union-attr, arg-type]
+    given |= {kind: torch.randn(8, NOISE, generator=draws) for kind in ("noise", "asked noise")}
+    given |= {"asked labels": torch.arange(8), "alpha": torch.tensor(10.0), "beta": torch.tensor(10.0)}
+    batch = Batch(torch.randn(8, 1, 8, 8, generator=draws), torch.arange(8), given, torch.mean)
+    objective = client_part(config).objective
+    whole_loss, whole = full_batch_gradient(objective, model, batch, weights)
+    loss, gradients = accumulate_gradients(2, objective, model, batch, weights)
+    assert torch.allclose(loss, whole_loss, rtol=1e-5)
+    for ours, theirs in zip(gradients, whole, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 def test_other_errors_and_hopeless_limits_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

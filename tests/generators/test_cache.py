@@ -299,22 +299,10 @@ def test_find_ignores_a_manifest_removed_meanwhile(tmp_path: Path, monkeypatch: 
     assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
 
 
-def test_find_old_manifest_without_key_matches_zero(tmp_path: Path) -> None:
-    cache = ImageCache(tmp_path)
-    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
-    found = tmp_path / cache.key(Fake(), 1)
-    assert cache.find({"generator": "fake", "guidance-rescale": 0.0}, 1) == found
-    assert cache.find({"generator": "fake", "guidance-rescale": 0.7}, 1) is None
-    assert cache.find({"generator": "fake", "sampler": "dpm++"}, 1) is None
-    # All keys of guidance that are newer than some manifests describe the same images by their defaults.
-    newer = {k: v for k, v in describe_generator(parse_config({})).items() if k.startswith("guidance-")}
-    assert cache.find({"generator": "fake", **newer}, 1) == found
-    assert "guidance-stop" in describe_generator(parse_config({"guidance-stop": 0.5}))
-
-
-def test_find_images_without_guidance_stop_needs_its_default(tmp_path: Path) -> None:
-    """The default is not in a manifest, so images that were guided until an earlier step must not match it."""
-    cache = ImageCache(tmp_path)
-    default, early = (describe_generator(parse_config({"guidance-stop": stop})) for stop in (1.0, 0.5))
-    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about=early)
-    assert cache.find(default, 1) is None and cache.find(early, 1) == tmp_path / cache.key(Fake(), 1)
+def test_manifest_is_completed_by_a_writer_that_describes_the_images(tmp_path: Path) -> None:
+    cache, about = ImageCache(tmp_path), describe_generator(parse_config({"guidance-stop": 0.5}))
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0])
+    assert cache.find(about, 1) is None
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about=about)
+    assert cache.find(about, 1) == tmp_path / cache.key(Fake(), 1)
+    assert cache.find({**about, "guidance-stop": 1.0}, 1) is None

@@ -138,6 +138,8 @@ def test_parse_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [show_bytes(n) for n in (999_499, 999_500, 10**15)] == ["999 KB", "1 MB", "1 PB"]
     with pytest.raises(ValueError, match="max-bytes = 'lots': must be a size such as 500MB"):
         parse_bytes("lots", "max-bytes")
+    with pytest.raises(ValueError, match="must be a size"):
+        parse_bytes("1" * 310, "cache-limit")
     with pytest.raises(ValueError, match="older-than = '3 weeks': must be a time such as 90m"):
         parse_age("3 weeks", "older-than")
     monkeypatch.setenv("FEDEAS_CACHE_LIMIT", "1KB")

@@ -21,6 +21,7 @@ WRONG = {
     "no_such_module:open": "cannot be imported (ModuleNotFoundError",
     "users_generators:not_callable": "is of type int: must be a function or class",
     "users_generators:nothing": "without fingerprint, image_shape, num_classes, sample",
+    "users_generators:NeedsFolder": "needs folder, which no key sets",
     "users_generators:raising": "raised OSError: the model is gone",
     "users_generators:Small": "makes 2 classes of images [4, 4, 1], but the dataset has 10 classes of images [8, 8, 1]",
     "users_generators:unnamed": "has fingerprint '': must be a text",

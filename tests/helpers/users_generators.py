@@ -64,5 +64,10 @@ def nothing() -> object:
     return object()
 
 
+class NeedsFolder(Stripes):
+    def __init__(self, folder: str, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:
+        super().__init__(classes, image_shape)
+
+
 def raising() -> None:
     raise OSError("the model is gone")

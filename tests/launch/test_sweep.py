@@ -23,7 +23,7 @@ from waiting import PausedRun, wait_until
 
 from fedeas_flwr.commands.sweep import print_results
 from fedeas_flwr.common.errors import ConfigError, RunError
-from fedeas_flwr.config import KEYS
+from fedeas_flwr.config import KEYS, parse_config
 from fedeas_flwr.launch.sweep import cell_name, make_sweep, points
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -329,6 +329,11 @@ def test_runs_with_relative_data_path_are_recognised(tmp_path: Path) -> None:
     sweep = make_sweep(base(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
     sweep.open()
+    start = {"task": "generator", "policy": "none", "generator-training.start": "models/public"}
+    trained = make_sweep(base(**start), ["seed=1"], tmp_path / "trained")
+    recorded = {**trained.cells[0].config.to_user_dict(), "generator-training.start": f"{tmp_path}/models/public"}
+    RunDirectory.start(parse_config(recorded), {})
+    trained.open()
     other = make_sweep(base(dataset="cifar10", policy="none"), ["seed=1"], tmp_path / "other")
     RunDirectory.start(other.cells[0].config.with_changes(dataset="digits"), {})
     with pytest.raises(RunError, match="holds another run, with dataset = 'digits', not 'cifar10'"):

@@ -7,10 +7,12 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_runs import write_run
 from rich.console import Console
@@ -258,3 +260,18 @@ def test_smaller_grid_keeps_and_counts_other_runs(quick: Path) -> None:
     assert "left out" not in whole.stdout
     assert f"left out 2 runs in {quick}: not in this grid" in fewer.stdout
     assert len(list(quick.glob("seed-*"))) == 3
+
+
+def test_kill_ends_a_run_with_a_child_that_has_just_ended(tmp_path: Path) -> None:
+    """A process that has ended, and whose parent has not noticed yet, has no command line."""
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '']); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    run = write_run(tmp_path / "run", [0.5], finished=False)
+    run.set_status("running", pid=process.pid)
+    children = psutil.Process(process.pid).children
+    wait_until(lambda: [child.status() for child in children()] == [psutil.STATUS_ZOMBIE], "its child has ended")
+    Job(SweepRun("run", {}, run.config(), run), process, 0).kill()
+    try:
+        assert process.wait(5) == -signal.SIGKILL
+    finally:
+        process.kill()

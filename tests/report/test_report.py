@@ -235,10 +235,12 @@ def test_duplicate_run_counts_once_and_is_named(tmp_path: Path) -> None:
 
 
 def test_run_and_its_exported_record_count_once(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
-    export(run, tmp_path / "record")
-    groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
-    assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and " repeats " in left_out[0]
+    started = {"generator": "federated", "generator_training.start": "/models/public"}
+    for number, keys in enumerate([{"generator": "builtin"}, started]):
+        run = write_run(tmp_path / f"{number}", [0.5], policy="fedeas", **keys)
+        export(run, tmp_path / f"record-{number}")
+        groups, left_out = group_runs([run, RunDirectory(tmp_path / f"record-{number}")])
+        assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and " repeats " in left_out[0]
 
 
 def test_hf_datasets_with_other_options_are_other_groups(tmp_path: Path) -> None:

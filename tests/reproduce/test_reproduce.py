@@ -324,8 +324,11 @@ def test_drops_are_counted_by_last_batch(tmp_path: Path) -> None:
     accuracies = [0.5] * 200
     accuracies[49] = 0.3
     record(tmp_path / "run", f"{BETA_SWEEP_COLUMN}/fedeas-b8", accuracies=accuracies)
-    record(tmp_path / "other", f"{BETA_SWEEP_COLUMN}/fedeas-b4", accuracies=accuracies)
+    other = record(tmp_path / "other", f"{BETA_SWEEP_COLUMN}/fedeas-b4", accuracies=accuracies) / "rounds.jsonl"
+    lines = other.read_text().splitlines()
+    lines[99] = json.dumps({**json.loads(lines[99]), "clients": []})  # a failed round
+    other.write_text("\n".join(lines) + "\n")
     rows = drops.last_batch_table(found_in(tmp_path), [BETA_SWEEP_COLUMN]).rows
-    assert rows[0] == ["no such client", "1 of 190 (0.5 %)"] and rows[4] == ["over 12 %", "1 of 190 (0.5 %)"]
+    assert rows[0] == ["no such client", "1 of 189 (0.5 %)"] and rows[4] == ["over 12 %", "1 of 190 (0.5 %)"]
     rows = drops.imbalance_table(found_in(tmp_path), [BETA_SWEEP_COLUMN]).rows
-    assert rows[-1] == ["0.90 to 1.00", "–", "–", "1 of 190 (0.5 %)"]
+    assert rows[-1] == ["0.90 to 1.00", "–", "–", "1 of 189 (0.5 %)"]

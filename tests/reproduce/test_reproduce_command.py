@@ -96,14 +96,8 @@ def test_committed_runs_fill_their_cells_and_others_are_missing(tmp_path: Path) 
         (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets this key"),
         (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets this key"),
         (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-logsnr-guided sets its own"),
-        (
-            [f"{BETA_SWEEP_COLUMN}/fedeas*", "--set", "beta=5"],
-            f"--set beta=5: {BETA_SWEEP_COLUMN}/fedeas-b4 sets its own; choose cells",
-        ),
-        (
-            [f"{DEFAULT_COLUMN}/fedeas-g1", "--set", "beta=5"],
-            f"--set beta=5: {DEFAULT_COLUMN}/fedeas-g1 sets its own; choose cells",
-        ),
+        ([f"{BETA_SWEEP_COLUMN}/fedeas*", "--set", "beta=5"], "--set beta=5: every cell sets this key; tables compare"),
+        (["table1", "--set", "partition-seed=7"], "--set partition-seed=7: every cell sets this key; tables compare"),
         (["all", "--seeds", "one"], "seeds = 'one': must be different integers"),
         (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be different integers of at least 0"),
         (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be different integers of at least 0"),
@@ -255,7 +249,7 @@ def test_output_names_default_folders_if_generators_differ(tmp_path: Path) -> No
 
 
 def test_printed_command_after_a_failure_keeps_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_jobs, "run_sweep", lambda *args: [])
+    monkeypatch.setattr("fedeas_flwr.commands.sweep.run_sweep", lambda *args: [])
     failed = run_in_process(f"{BETA_SWEEP_COLUMN}/fedavg", "--export", "records", cwd=tmp_path)
     assert failed.returncode == 1
     assert failed.stdout.partition("to run them: ")[2].startswith(

@@ -108,7 +108,7 @@ def test_run_found_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pytest.
     results = find_results(all_cells(), "full", places, {})
     assert [run.seed for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [1] and results.repeated == []
     archive_finished_runs(results, tmp_path / "link" / "runs", tmp_path / "records")
-    assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
+    assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").has_rounds()
 
 
 def test_missing_runs_become_an_ordered_sweep(tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ def test_export_omits_weights_and_paths(tmp_path: Path, generator: str, kept: st
     run.save_model({"w": np.zeros(3)})
     run = RunDirectory.start(run.config().with_changes(resume=True), {"device": "cpu"})  # and was resumed
     run.save_summary(summarise(run.rounds(), 0.5))
+    run.set_status("finished")
     export(run, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "rounds.jsonl", "summary.json"]
     text = "".join(p.read_text() for p in (tmp_path / "out").iterdir())
@@ -327,6 +328,7 @@ def test_export_leaves_out_paths_hosts_and_addresses(tmp_path: Path) -> None:
     failures = [{"client": client, "reason": reason} for client, reason in enumerate(REASONS)]
     run.append_round({**record(1, 0.5), "failures": failures})
     run.save_summary(summarise(run.rounds(), 0.5))
+    run.set_status("finished")
     for _ in range(2):  # the second time over its earlier record
         export(run, tmp_path / "out")
     copy = RunDirectory(tmp_path / "out")
@@ -350,6 +352,10 @@ def test_export_replaces_an_earlier_record_of_the_same_run(tmp_path: Path) -> No
     first = run_in_process("export", str(run.path), str(tmp_path / "out"))
     assert (first.returncode, first.stdout) == (0, f"exported 1 round → {tmp_path}/out\n")
     run.append_round(record(2, 0.6))
+    run.set_status("running", pid=os.getpid())
+    with pytest.raises(RunError, match="is running, not finished: there is nothing to export"):
+        export(run, tmp_path / "out")  # its summary is that of one round
+    run.set_status("finished")
     again = run_in_process("export", str(run.path), str(tmp_path / "out"))
     assert (again.returncode, again.stdout) == (
         0,
@@ -360,7 +366,7 @@ def test_export_replaces_an_earlier_record_of_the_same_run(tmp_path: Path) -> No
 
 def test_export_rejects_unfinished_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [0.5], rounds=2, finished=False)
-    with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
+    with pytest.raises(RunError, match=r"run is .*, not finished: there is nothing to export"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedeas_flwr.common.files import sha256_of
+from fedeas_flwr.common.files import atomic_folder, sha256_of
 from fedeas_flwr.common.text import counted, one_line
 
 # diffusers takes seconds to import, so only functions import it.
@@ -53,6 +53,13 @@ def read_model(
     check_classes(config, folder, num_classes, classes)
     check_weights(weights)
     return Model(config, schedule, shape, weights)
+
+
+def write_model_folder(folder: Path, unet: Any, scheduler: Any) -> None:
+    """Write a network and its noise schedule in diffusers' format."""
+    for name, part in (("unet", unet), ("scheduler", scheduler)):
+        with atomic_folder(folder / name) as temporary:
+            part.save_pretrained(temporary)
 
 
 def weights_file(folder: Path) -> Path:

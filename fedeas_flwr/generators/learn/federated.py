@@ -28,7 +28,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
-from fedeas_flwr.common.files import atomic_folder, atomic_write, expanded
+from fedeas_flwr.common.files import atomic_write, expanded
 from fedeas_flwr.common.launcher import launch, on_stream
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
@@ -36,7 +36,7 @@ from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, short_name
 from fedeas_flwr.generators.diffusion.denoising import try_to_fuse
-from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
+from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained, write_model_folder
 from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.denoiser import (
     BETAS,
@@ -325,10 +325,7 @@ def write_model(folder: Path, config: RunConfig, model: Arrays) -> Any:
     unet = initial_unet(config)
     vector_to_parameters(torch.tensor(model[WEIGHTS]), unet.parameters())
     unet.eval().requires_grad_(False)
-    with atomic_folder(folder / "unet") as temporary:
-        unet.save_pretrained(temporary, safe_serialization=True)
-    with atomic_folder(folder / "scheduler") as temporary:
-        build_scheduler(federated_preset(config)).save_pretrained(temporary)
+    write_model_folder(folder, unet, build_scheduler(federated_preset(config)))
     return unet
 
 

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from fedeas_flwr.common.checked import read_checked, write_checked
-from fedeas_flwr.common.files import atomic_folder, atomic_path, atomic_write
+from fedeas_flwr.common.files import atomic_path, atomic_write
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
-from fedeas_flwr.generators.diffusion.model_folder import VERDICT
+from fedeas_flwr.generators.diffusion.model_folder import VERDICT, write_model_folder
 from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.presets import Preset
 from fedeas_flwr.generators.learn.trainer import FROM_CHECKPOINT, Progress, Trainer, TrainingState
@@ -148,10 +148,7 @@ def save_model(
     parameters = sum(value.numel() for value in unet.parameters())
     if half:
         torch.nn.Module.half(unet)
-    with atomic_folder(folder / "unet") as temporary:
-        unet.save_pretrained(temporary, safe_serialization=True)
-    with atomic_folder(folder / "scheduler") as temporary:
-        trainer.scheduler.save_pretrained(temporary)
+    write_model_folder(folder, unet, trainer.scheduler)
     preset, state, (split, licence, licence_text) = trainer.preset, trainer.state, describe_data(dataset.name)
     if len(dataset.y_train) < dataset_info(dataset.name).num_train:
         split += "; only the first of each class"
