@@ -231,7 +231,9 @@ def generate(
     settings: list[dict[str, Any]] = [
         {"sampler": sampler, "sampler-steps": steps, "guidance": scale, **guided}
         for scale in numbers("--guidance", guidance, float)
-        for steps in numbers("--sampler-steps", sampler_steps, int)
+        for steps in dict.fromkeys(
+            n or SAMPLER_STEPS.get(sampler, 0) for n in numbers("--sampler-steps", sampler_steps, int)
+        )
     ]
     if len(settings) > 1 and not report:
         raise ConfigError("--guidance, --sampler-steps: several values need --report, which compares them")
@@ -239,7 +241,6 @@ def generate(
     where, reports = configure_torch(device), []
     measure = _measure_by_run(dataset, where, classifier) if classifier else None
     for config, sampling in zip(configs, settings, strict=True):
-        sampling["sampler-steps"] = sampling["sampler-steps"] or SAMPLER_STEPS[sampler]
         folder = out if len(configs) == 1 else out / f"g{config.guidance:g}-n{sampling['sampler-steps']}"
         images, labels, made = _write_images(config, where, per_class, seed, folder)
         if report:

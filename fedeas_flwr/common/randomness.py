@@ -100,3 +100,8 @@ def stream(seed: int, purpose: str, *names: int) -> np.random.Generator:
     """Return the random generator of one purpose, for example ``stream(seed, "batches", round, client)``."""
     tag = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "big")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, tag, *names])))
+
+
+def torch_seed(seed: int, *numbers: int) -> int:
+    """Return a seed for a generator of torch, derived from a run's seed and the indices of its use."""
+    return int(np.random.SeedSequence(seed, spawn_key=numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -16,14 +16,13 @@ import torch
 from fedeas_flwr.allocation import FloatArray, IntArray
 from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.npy import Arrays, to_numpy
-from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.randomness import stream, torch_seed
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import FederatedData, federated_data
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.federation.messages import EvaluateReport
 from fedeas_flwr.generators.learn import federated
-from fedeas_flwr.generators.learn.denoiser import step_seed
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import GENERATOR
 from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
@@ -53,18 +52,19 @@ class Classifier:
         """Return the initial weights and buffers."""
         return split_state(build_network(config))
 
-    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
+    def train(self, client_round: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
         """Train on a client's images, whose labels are `ClientRound.labels`, with the algorithm's objective."""
-        config, algorithm = task.config, client_part(task.config)
-        task = replace(task, steps=local_training_config(config).steps(len(task.labels)))
+        config, algorithm = client_round.config, client_part(client_round.config)
+        client_round = replace(client_round, steps=local_training_config(config).steps(len(client_round.labels)))
         # Not for plain cross-entropy: for a custom dataset it looks for changed files.
         classes = 0 if config.loss == "cross-entropy" else len(dataset_info(config.dataset).classes)
-        inputs = algorithm.prepare(task) | common_inputs(config, classes, task.labels, task.number, task.client)
-        batches = stream(config.seed, "batches", task.number, task.client)
-        with self._engines.borrow(config, task.device, algorithm.objective) as engine:
-            result, *trained = engine.train(task.trainable, task.buffers, images, task.labels, batches, inputs)
+        number, client, labels = client_round.number, client_round.client, client_round.labels
+        inputs = algorithm.prepare(client_round) | common_inputs(config, classes, labels, number, client)
+        batches, state = stream(config.seed, "batches", number, client), (client_round.trainable, client_round.buffers)
+        with self._engines.borrow(config, client_round.device, algorithm.objective) as engine:
+            result, *trained = engine.train(*state, images, labels, batches, inputs)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
-        return Trained(result, trainable, buffers, algorithm.finish(task, trainable, buffers))
+        return Trained(result, trainable, buffers, algorithm.finish(client_round, trainable, buffers))
 
     def evaluate(
         self, config: RunConfig, data: FederatedData, node: Node, device: str, trainable: State, buffers: State
@@ -132,11 +132,11 @@ class Denoiser:
         """Return the initial weights, and Adam's moments as buffers."""
         return federated.initial_state(config)
 
-    def train(self, task: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
+    def train(self, client_round: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
         """Take the client's steps of the round."""
-        given = task.trainable, task.buffers, images, task.labels, task.number, task.client
-        with self._denoisers.borrow(task.config, task.device) as denoiser:
-            result, *trained = denoiser.train(*given)
+        state, which = (client_round.trainable, client_round.buffers), (client_round.number, client_round.client)
+        with self._denoisers.borrow(client_round.config, client_round.device) as denoiser:
+            result, *trained = denoiser.train(*state, images, client_round.labels, *which)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
         return Trained(result, trainable, buffers, ClientAlgorithmResult())
 
@@ -147,7 +147,7 @@ class Denoiser:
         images, labels = data.train(node.part)
         _, chosen = federated.split_held_out(config, node.client, len(labels))
         held_out, classes = (torch.tensor(array[chosen], device=device) for array in (images, labels))
-        seed = step_seed(config.seed, node.client)
+        seed = torch_seed(config.seed, node.client)
         with self._denoisers.borrow(config, device) as denoiser:
             loss = denoiser.loss(trainable, held_out, classes, seed)
         return EvaluateReport(node.client, len(chosen), 0, loss)
@@ -159,7 +159,7 @@ class Denoiser:
         denoiser = federated.LocalDenoiser(config, device)  # its own: it evaluates while clients train
 
         def evaluate(trainable: State, buffers: State) -> dict[str, Any]:
-            return {"loss": denoiser.loss(trainable, images, labels, step_seed(config.seed))}
+            return {"loss": denoiser.loss(trainable, images, labels, torch_seed(config.seed))}
 
         return evaluate
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.files import expanded, sha256_of
+from fedeas_flwr.common.randomness import torch_seed
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.diffusion.model_folder import check_weights
 from fedeas_flwr.generators.interface import SampleId, check_variety
-from fedeas_flwr.generators.learn.denoiser import step_seed
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
@@ -81,7 +81,7 @@ class TurboGenerator:
             num_inference_steps=_STEPS,
             guidance_scale=_GUIDANCE,
             # Noise is drawn on the CPU, so that it is the same for every device.
-            generator=[torch.Generator().manual_seed(step_seed(*sample)) for sample in batch],
+            generator=[torch.Generator().manual_seed(torch_seed(*sample)) for sample in batch],
             output_type="pt",
         ).images
         if not bool(pictures.isfinite().all()):

@@ -210,19 +210,24 @@ class FedGenClient(ClientAlgorithm):
     def __init__(self, config: RunConfig) -> None:
         self.objective = FedGenObjective(config)
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return the generator, the terms' weights, and the noise and labels of every step."""
-        config, received = task.config, task.tensors(task.extra)
+        config, received = client_round.config, client_round.tensors(client_round.extra)
         held = received.pop("labels").cpu().numpy()
-        draws, steps = stream(config.seed, "fedgen client", task.number, task.client), task.steps
+        draws, steps = (
+            stream(config.seed, "fedgen client", client_round.number, client_round.client),
+            client_round.steps,
+        )
         tables = {
             "noise": draws.standard_normal((steps, config.batch_size, NOISE), dtype=np.float32),
             "asked noise": draws.standard_normal((steps, config.fedgen_batch, NOISE), dtype=np.float32),
             "asked labels": draws.choice(held, (steps, config.fedgen_batch)),
         }
         weights = {"alpha": config.fedgen_alpha, "beta": config.fedgen_beta}
-        scalars = {n: torch.tensor(term_weight(w, task.number), device=task.device) for n, w in weights.items()}
-        return Inputs({**received, **scalars}, task.tensors(tables))
+        scalars = {
+            n: torch.tensor(term_weight(w, client_round.number), device=client_round.device) for n, w in weights.items()
+        }
+        return Inputs({**received, **scalars}, client_round.tensors(tables))
 
 
 FEDGEN = Algorithm(build_fedgen, FedGenClient, extra_models=0.015, disclosure=LABEL_COUNTS)

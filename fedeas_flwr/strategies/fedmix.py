@@ -152,14 +152,16 @@ class FedMixClient(ClientAlgorithm):
     def __init__(self, config: RunConfig) -> None:
         self.objective = FedMixObjective(config.fedmix_lambda)
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return all means, and for each step the row of another client, or its own if there is no other."""
-        received = task.tensors(task.extra)
+        received = client_round.tensors(client_round.extra)
         clients = received.pop("clients").cpu().numpy()
-        rows = np.flatnonzero(clients != task.client)
+        rows = np.flatnonzero(clients != client_round.client)
         rows = rows if len(rows) else np.arange(len(clients))
-        drawn = stream(task.config.seed, "fedmix", task.number, task.client).choice(rows, task.steps)
-        return Inputs(received, {"other": torch.as_tensor(drawn, device=task.device)})
+        drawn = stream(client_round.config.seed, "fedmix", client_round.number, client_round.client).choice(
+            rows, client_round.steps
+        )
+        return Inputs(received, {"other": torch.as_tensor(drawn, device=client_round.device)})
 
 
 FEDMIX = Algorithm(FedMix, FedMixClient, extra_models=0.03, disclosure=MEAN_IMAGES)

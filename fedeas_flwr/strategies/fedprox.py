@@ -34,9 +34,9 @@ class FedProxClient(ClientAlgorithm):
     def __init__(self, config: RunConfig) -> None:
         self.objective = ProximalObjective(config.fedprox_mu)
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return wᵗ, under ``start/``."""
-        return Inputs({f"start/{name}": value for name, value in task.tensors(task.trainable).items()})
+        return Inputs({f"start/{name}": value for name, value in client_round.tensors(client_round.trainable).items()})
 
 
 FEDPROX = Algorithm(FedAvg, FedProxClient)

@@ -81,11 +81,11 @@ class ClientAlgorithm:
 
     objective: Objective = CROSS_ENTROPY
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return the inputs that the objective needs for this client and round."""
         return NO_INPUTS
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
+    def finish(self, client_round: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Return the memory and the extra arrays that follow from the trained model."""
         return ClientAlgorithmResult()
 

@@ -100,16 +100,16 @@ class MoonClient(ClientAlgorithm):
     def __init__(self, config: RunConfig) -> None:
         self.objective = ContrastiveObjective(config.moon_mu, config.moon_temperature)
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return the two reference models."""
-        received = task.tensors({**task.trainable, **task.buffers})
-        previous = task.tensors(task.memory) if task.memory else received
+        received = client_round.tensors({**client_round.trainable, **client_round.buffers})
+        previous = client_round.tensors(client_round.memory) if client_round.memory else received
         return Inputs(
             {f"{RECEIVED}{key}": value for key, value in received.items()}
             | {f"{PREVIOUS}{key}": previous[key] for key in received}
         )
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
+    def finish(self, client_round: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Return the trained model as memory."""
         return ClientAlgorithmResult(memory={**trainable, **buffers})
 

@@ -110,29 +110,29 @@ class ScaffoldClient(ClientAlgorithm):
 
     objective = ScaffoldObjective()
 
-    def prepare(self, task: ClientRound) -> Inputs:
+    def prepare(self, client_round: ClientRound) -> Inputs:
         """Return c − c_i, under ``correction/``."""
-        control, own = task.tensors(task.extra), client_control_variate(task)
+        control, own = client_round.tensors(client_round.extra), client_control_variate(client_round)
         return Inputs({f"correction/{name}": control[name] - own[name] for name in control})
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
+    def finish(self, client_round: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Return c_i⁺ = c_i − c + (x − y)/(Tη) and its change; a client without a step keeps its c_i."""
-        control, own = task.tensors(task.extra), client_control_variate(task)
-        if task.steps == 0:
+        control, own = client_round.tensors(client_round.extra), client_control_variate(client_round)
+        if client_round.steps == 0:
             return ClientAlgorithmResult(
                 memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()}
             )
-        start, end = task.tensors(task.trainable), task.tensors(trainable)
-        reach = task.steps * task.config.learning_rate_in(task.number)
+        start, end = client_round.tensors(client_round.trainable), client_round.tensors(trainable)
+        reach = client_round.steps * client_round.config.learning_rate_in(client_round.number)
         change = {name: (start[name] - end[name]) / reach - control[name] for name in control}
         return ClientAlgorithmResult(memory={name: own[name] + change[name] for name in change}, extra=change)
 
 
-def client_control_variate(task: ClientRound) -> dict[str, torch.Tensor]:
+def client_control_variate(client_round: ClientRound) -> dict[str, torch.Tensor]:
     """Return c_i of the client's last accepted round; zero before the first."""
-    if task.memory:
-        return task.tensors(task.memory)
-    return {name: torch.zeros_like(value) for name, value in task.tensors(task.extra).items()}
+    if client_round.memory:
+        return client_round.tensors(client_round.memory)
+    return {name: torch.zeros_like(value) for name, value in client_round.tensors(client_round.extra).items()}
 
 
 SCAFFOLD = Algorithm(

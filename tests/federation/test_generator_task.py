@@ -18,6 +18,7 @@ from runners import finish, run_in_process, small, weights
 
 from fedeas_flwr.commands.sweep import print_results
 from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.randomness import torch_seed
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import open_dataset
@@ -25,7 +26,7 @@ from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import trainer as trainer_module
-from fedeas_flwr.generators.learn.denoiser import BETAS, MOMENTS, rate_factor, step_seed
+from fedeas_flwr.generators.learn.denoiser import BETAS, MOMENTS, rate_factor
 from fedeas_flwr.generators.learn.federated import (
     WEIGHTS,
     DenoiserPool,
@@ -65,9 +66,9 @@ def test_one_client_with_all_images_takes_the_central_steps(tmp_path: Path, monk
     dataset = dataclasses.replace(open_dataset("digits"), x_train=images, y_train=labels)
 
     def seed_of_round(seed: int, number: int) -> int:
-        return step_seed(seed, (number - 1) // 2 + 1, 0, (number - 1) % 2) if number else step_seed(seed, 0)
+        return torch_seed(seed, (number - 1) // 2 + 1, 0, (number - 1) % 2) if number else torch_seed(seed, 0)
 
-    monkeypatch.setattr(trainer_module, "step_seed", seed_of_round)
+    monkeypatch.setattr(trainer_module, "torch_seed", seed_of_round)
     central = Trainer(dataclasses.replace(federated_preset(config), cpu_threads=1), dataset, seed=config.seed)
     central.run(steps=6)
     found, expected = run.load_checkpoint(), central.tensors()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES
@@ -102,11 +101,6 @@ class DenoisingLoss:
         velocity = self._preset.prediction == "v_prediction"
         target = self.scheduler.get_velocity(clean, noise, times) if velocity else noise
         return NoisyBatch(noisy, times, labels, target)
-
-
-def step_seed(seed: int, *numbers: int) -> int:
-    """Return the seed of the random numbers of a step, or with number 0 alone of the initial weights."""
-    return int(np.random.SeedSequence(seed, spawn_key=numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def rate_factor(preset: Preset, step: int, done: float) -> float:

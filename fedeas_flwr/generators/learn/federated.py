@@ -31,7 +31,7 @@ from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_
 from fedeas_flwr.common.files import atomic_write, expanded
 from fedeas_flwr.common.launcher import launch, on_stream
 from fedeas_flwr.common.npy import Arrays
-from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.randomness import stream, torch_seed
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, short_name
@@ -46,7 +46,6 @@ from fedeas_flwr.generators.learn.denoiser import (
     build_scheduler,
     build_unet,
     rate_factor,
-    step_seed,
 )
 from fedeas_flwr.generators.learn.presets import PRESETS, Preset
 from fedeas_flwr.generators.learn.training_plots import draw_losses, draw_samples
@@ -89,7 +88,7 @@ def _drawn_unet(config: RunConfig) -> Any:
     info, preset = dataset_info(config.dataset), federated_preset(config)
     preset.check_size(*info.image_shape[:2])
     with drawing, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(step_seed(config.seed, 0))
+        torch.default_generator.manual_seed(torch_seed(config.seed, 0))
         return build_unet(preset, info.classes, info.image_shape)
 
 
@@ -182,7 +181,7 @@ class LocalDenoiser:
 
             def step(index: int) -> None:
                 self._set_rate(first, index)
-                self._generator.manual_seed(step_seed(self._config.seed, number, client, index))
+                self._generator.manual_seed(torch_seed(self._config.seed, number, client, index))
                 batch = self._loss.random_batch(images, labels, self._preset.batch, self._generator)
                 for kept, drawn in zip(self._batch, batch, strict=True):
                     kept.copy_(drawn)

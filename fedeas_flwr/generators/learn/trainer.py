@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fedeas_flwr.common.randomness import torch_seed
 from fedeas_flwr.data.datasets import Dataset, dataset_info
 from fedeas_flwr.generators.diffusion.denoising import try_to_fuse
 from fedeas_flwr.generators.diffusion.model_folder import init_from_pretrained
@@ -28,7 +29,6 @@ from fedeas_flwr.generators.learn.denoiser import (
     DenoisingLoss,
     build_unet,
     rate_factor,
-    step_seed,
 )
 from fedeas_flwr.generators.learn.presets import Preset
 
@@ -85,7 +85,7 @@ class Trainer:
         self.loss = DenoisingLoss(preset, len(dataset.classes), mirrored_keeps_class, self.device)
         self.scheduler = self.loss.scheduler
         with self._deterministic():
-            torch.manual_seed(step_seed(seed, 0))
+            torch.manual_seed(torch_seed(seed, 0))
             self.unet = build_unet(preset, dataset.classes, dataset.x_train.shape[1:])
         if start is not None:
             self.state.start = init_from_pretrained(self.unet, start, preset.schedule)
@@ -163,7 +163,7 @@ class Trainer:
         self.state = state
 
     def _train_step(self, step: int) -> torch.Tensor:
-        torch.manual_seed(step_seed(self.seed, step + 1))
+        torch.manual_seed(torch_seed(self.seed, step + 1))
         batch = self.loss.random_batch(self._images, self._labels, self.preset.batch)
         loss = self.loss.of_batch(self.unet, batch).mean()
         self.optimizer.zero_grad(set_to_none=True)
