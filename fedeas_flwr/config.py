@@ -357,8 +357,8 @@ class RunConfig(_Table):
     """objects that the server calls at the start, after every round and at the end, separated by commas: tensorboard,
     wandb, mlflow, early-stop, metrics or package.module:name; arguments as in early-stop(target=0.8 patience=10)"""
     run_dir: str = ""
-    """folder of this run; must be absolute with `flwr run`; empty: ./runs/NAME with `fedeas run`, otherwise a folder in
-    the user cache"""
+    """folder of this run; must be absolute with `flwr run`; empty: with `fedeas run` a folder in ./runs named by
+    dataset, clients, α, policy, strategy and seed, otherwise a folder in the user cache"""
     resume: bool = False
     """resume from the checkpoint in run-dir"""
 
