@@ -60,9 +60,9 @@ class Classifier:
         classes = 0 if config.loss == "cross-entropy" else len(dataset_info(config.dataset).classes)
         number, client, labels = client_round.number, client_round.client, client_round.labels
         inputs = algorithm.prepare(client_round) | common_inputs(config, classes, labels, number, client)
-        batches, state = stream(config.seed, "batches", number, client), (client_round.trainable, client_round.buffers)
+        batches, given = stream(config.seed, "batches", number, client), (client_round.trainable, client_round.buffers)
         with self._engines.borrow(config, client_round.device, algorithm.objective) as engine:
-            result, *trained = engine.train(*state, images, labels, batches, inputs)
+            result, *trained = engine.train(*given, images, labels, batches, inputs)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
         return Trained(result, trainable, buffers, algorithm.finish(client_round, trainable, buffers))
 
@@ -134,9 +134,9 @@ class Denoiser:
 
     def train(self, client_round: ClientRound, images: torch.Tensor, by_reference: bool) -> Trained:
         """Take the client's steps of the round."""
-        state, which = (client_round.trainable, client_round.buffers), (client_round.number, client_round.client)
+        given, which = (client_round.trainable, client_round.buffers), (client_round.number, client_round.client)
         with self._denoisers.borrow(client_round.config, client_round.device) as denoiser:
-            result, *trained = denoiser.train(*state, images, client_round.labels, *which)
+            result, *trained = denoiser.train(*given, images, client_round.labels, *which)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
         return Trained(result, trainable, buffers, ClientAlgorithmResult())
 

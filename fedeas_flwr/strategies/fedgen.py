@@ -212,21 +212,17 @@ class FedGenClient(ClientAlgorithm):
 
     def prepare(self, client_round: ClientRound) -> Inputs:
         """Return the generator, the terms' weights, and the noise and labels of every step."""
-        config, received = client_round.config, client_round.tensors(client_round.extra)
+        config, number, steps = client_round.config, client_round.number, client_round.steps
+        received = client_round.tensors(client_round.extra)
         held = received.pop("labels").cpu().numpy()
-        draws, steps = (
-            stream(config.seed, "fedgen client", client_round.number, client_round.client),
-            client_round.steps,
-        )
+        draws = stream(config.seed, "fedgen client", number, client_round.client)
         tables = {
             "noise": draws.standard_normal((steps, config.batch_size, NOISE), dtype=np.float32),
             "asked noise": draws.standard_normal((steps, config.fedgen_batch, NOISE), dtype=np.float32),
             "asked labels": draws.choice(held, (steps, config.fedgen_batch)),
         }
         weights = {"alpha": config.fedgen_alpha, "beta": config.fedgen_beta}
-        scalars = {
-            n: torch.tensor(term_weight(w, client_round.number), device=client_round.device) for n, w in weights.items()
-        }
+        scalars = {n: torch.tensor(term_weight(w, number), device=client_round.device) for n, w in weights.items()}
         return Inputs({**received, **scalars}, client_round.tensors(tables))
 
 

@@ -158,9 +158,8 @@ class FedMixClient(ClientAlgorithm):
         clients = received.pop("clients").cpu().numpy()
         rows = np.flatnonzero(clients != client_round.client)
         rows = rows if len(rows) else np.arange(len(clients))
-        drawn = stream(client_round.config.seed, "fedmix", client_round.number, client_round.client).choice(
-            rows, client_round.steps
-        )
+        draws = stream(client_round.config.seed, "fedmix", client_round.number, client_round.client)
+        drawn = draws.choice(rows, client_round.steps)
         return Inputs(received, {"other": torch.as_tensor(drawn, device=client_round.device)})
 
 
