@@ -29,10 +29,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr.common.image_sheet import save_sheet
+from fedeas_flwr.common.randomness import torch_seed
 from fedeas_flwr.data.datasets import Dataset, open_dataset
 from fedeas_flwr.generators.classifier import agreement, independent_classifier
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.generators.learn.denoiser import TIMESTEPS, rate_factor, step_seed
+from fedeas_flwr.generators.learn.denoiser import TIMESTEPS, rate_factor
 from fedeas_flwr.generators.learn.presets import DIGITS
 from fedeas_flwr.generators.learn.run import save_model
 from fedeas_flwr.generators.learn.trainer import Trainer
@@ -139,7 +140,7 @@ def train(dataset: Dataset, options: argparse.Namespace, sigma: float, steps: in
     for step in range(steps):
         if not options.steps and time.monotonic() - began > 1.5 * options.seconds:
             break
-        torch.manual_seed(step_seed(SEED, step + 1))
+        torch.manual_seed(torch_seed(SEED, step + 1))
         sampled = (torch.rand(len(labels), device=labels.device) < options.batch / len(labels)).nonzero().squeeze(1)
         total = {parameter: torch.zeros_like(parameter) for parameter in parameters}
         for part in sampled.chunk(math.ceil(len(sampled) * options.copies / PASSES_AT_ONCE)):
