@@ -305,4 +305,6 @@ def test_manifest_is_completed_by_a_writer_that_describes_the_images(tmp_path: P
     assert cache.find(about, 1) is None
     cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about=about)
     assert cache.find(about, 1) == tmp_path / cache.key(Fake(), 1)
-    assert cache.find({**about, "guidance-stop": 1.0}, 1) is None
+    other = {**about, "guidance-stop": 1.0}
+    cache.ensure(Fake(), seed=1, client=1, wanted=[1, 0, 0], about=other)  # the first description stays
+    assert cache.find(about, 1) is not None and cache.find(other, 1) is None
