@@ -42,7 +42,7 @@ class Trained(NamedTuple):
     algorithm: ClientAlgorithmResult
 
 
-class Classifier:
+class ClassifierLearner:
     """A network that is trained with the objective of the strategy's client part, and tested by its accuracy."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _ThreadLocal(threading.local):
     network: torch.nn.Module
 
 
-class Denoiser:
+class DenoiserLearner:
     """The denoiser of a class-conditional diffusion model, tested by its loss on images that it was not trained on."""
 
     def __init__(self) -> None:
@@ -178,9 +178,9 @@ class Denoiser:
         federated.write_generator(folder, config, run.load_model(), run.rounds(), loss, pick_device(config.device))
 
 
-CLASSIFIER, DENOISER = Classifier(), Denoiser()
+CLASSIFIER, DENOISER = ClassifierLearner(), DenoiserLearner()
 
 
-def find_learner(config: RunConfig) -> Classifier | Denoiser:
+def find_learner(config: RunConfig) -> ClassifierLearner | DenoiserLearner:
     """Return what the run trains."""
     return DENOISER if config.task == "generator" else CLASSIFIER
