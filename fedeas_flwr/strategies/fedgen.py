@@ -30,7 +30,15 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
+from fedeas_flwr.strategies.fedgen_generator import (
+    ALL,
+    NOISE,
+    GeneratorState,
+    Heads,
+    generate,
+    new_generator,
+    train_generator,
+)
 from fedeas_flwr.strategies.interface import Algorithm, ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
 from fedeas_flwr.training.build import build_network
@@ -84,7 +92,7 @@ class FedGen(FedAvg):
         super().__init__(**settings())
         self.config = config
         classes = len(dataset_info(config.dataset).classes)
-        self._generator = Trained.untrained(new_generator(features, classes, config.seed))
+        self._generator = GeneratorState.untrained(new_generator(features, classes, config.seed))
         self._counts: dict[int, Labels] = {}
         self._sent: Arrays = {}
 
@@ -164,7 +172,7 @@ class FedGen(FedAvg):
             found = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
             return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
 
-        self._generator = Trained(part("weights/"), part("first/"), part("second/"), int(state.numbers["steps"]))
+        self._generator = GeneratorState(part("weights/"), part("first/"), part("second/"), int(state.numbers["steps"]))
 
 
 def _stacked(arrays: list[Any]) -> torch.Tensor:

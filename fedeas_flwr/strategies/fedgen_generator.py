@@ -91,7 +91,7 @@ def generator_loss(weights: Weights, heads: Heads, noise: torch.Tensor, labels: 
 
 
 @dataclass(frozen=True)
-class Trained:
+class GeneratorState:
     """A generator with Adam's moments after ``steps`` steps: everything that the next round continues from."""
 
     weights: dict[str, torch.Tensor]
@@ -100,15 +100,15 @@ class Trained:
     steps: int = 0
 
     @classmethod
-    def untrained(cls, weights: dict[str, torch.Tensor]) -> Trained:
+    def untrained(cls, weights: dict[str, torch.Tensor]) -> GeneratorState:
         """Return the state before the first step, with zero moments."""
         zeros = {name: torch.zeros_like(weights[name]) for name in TRAINED}
         return cls(weights, zeros, zeros)
 
 
 def train_generator(
-    start: Trained, heads: Heads, steps: int, batch: int, rate: float, draws: np.random.Generator
-) -> Trained:
+    start: GeneratorState, heads: Heads, steps: int, batch: int, rate: float, draws: np.random.Generator
+) -> GeneratorState:
     """Take ``steps`` steps of Adam and return the result; ``start`` stays unchanged, since clients may hold it.
 
     Labels are uniform over those that the round's clients hold. If noisy counts are zero for all, return ``start``.
@@ -132,7 +132,7 @@ def train_generator(
         adam.zero_grad()
         generator_loss(weights, heads, noise, labels).backward()  # type: ignore[no-untyped-call]
         adam.step()
-    return Trained(
+    return GeneratorState(
         {name: value.detach() for name, value in weights.items()},
         {name: adam.state[weights[name]]["exp_avg"] for name in TRAINED},
         {name: adam.state[weights[name]]["exp_avg_sq"] for name in TRAINED},

@@ -27,8 +27,8 @@ from fedeas_flwr.strategies.fedgen import FedGen, FedGenClient, FedGenObjective,
 from fedeas_flwr.strategies.fedgen_generator import (
     NOISE,
     TRAINED,
+    GeneratorState,
     Heads,
-    Trained,
     diversity_loss,
     ensemble_loss,
     generate,
@@ -176,7 +176,7 @@ def aggregate(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]])
 
 
 def test_generator_training_does_not_modify_its_input() -> None:
-    start = Trained.untrained(new_generator(4, 2, seed=1))
+    start = GeneratorState.untrained(new_generator(4, 2, seed=1))
     before = copy.deepcopy(start)
     heads = Heads(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.tensor([[3.0, 0.0]]))  # no client holds label 1
     after = train_generator(start, heads, 3, 4, 0.1, np.random.default_rng(0))
