@@ -40,8 +40,6 @@ from fedeas_flwr.common.import_path import (
 from fedeas_flwr.common.npy import Arrays, arrays_digest, read_archive
 from fedeas_flwr.common.text import counted
 
-Progress = Callable[[int], None]
-
 # Samples of each class in the official (digits: our stratified) train and test sets.
 CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
     "digits": {
@@ -113,7 +111,7 @@ def dirichlet_partition(
     *,
     test_fraction: float,
     max_tries: int = 20_000,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Partition:
     """Distribute samples class by class in Dirichlet proportions, so that every client has at least `MIN_SAMPLES`.
 
@@ -215,7 +213,7 @@ def make_partition(
     alpha: float,
     seed: int,
     cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
     *,
     partition: str = DIRICHLET,
     arguments: str = "",

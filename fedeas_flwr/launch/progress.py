@@ -23,7 +23,7 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import NO_STEPS, took_no_steps
 
 if TYPE_CHECKING:
-    from fedeas_flwr.generators.learn.trainer import Progress as TrainingProgress
+    from fedeas_flwr.generators.learn.trainer import TrainingProgress
 
 
 _LINE_EVERY = 10.0

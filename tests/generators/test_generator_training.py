@@ -32,7 +32,7 @@ from fedeas_flwr.generators.learn import trainer as trainer_module
 from fedeas_flwr.generators.learn.denoiser import loss_weights, rate_factor
 from fedeas_flwr.generators.learn.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
 from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator, write_checkpoint
-from fedeas_flwr.generators.learn.trainer import Progress, Trainer
+from fedeas_flwr.generators.learn.trainer import Trainer, TrainingProgress
 from fedeas_flwr.generators.learn.verdict import Verdict
 
 TINY = dataclasses.replace(
@@ -69,7 +69,7 @@ def test_resumed_training_equals_uninterrupted_bitwise(tmp_path: Path, digits: D
     assert whole.run(steps=6)
     seen: list[int] = []
 
-    def stop_at_three(now: Progress) -> None:
+    def stop_at_three(now: TrainingProgress) -> None:
         seen.append(now.step)
         if now.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
@@ -103,7 +103,7 @@ def test_trainer_error_restores_deterministic_mode(
     plain.run(steps=2)
     within: list[int] = []
 
-    def fail_at_two(now: Progress) -> None:
+    def fail_at_two(now: TrainingProgress) -> None:
         within.append(deterministic_mode())
         if now.step == 2:
             raise ZeroDivisionError
@@ -379,7 +379,7 @@ def test_training_starts_from_given_weights_and_records_it(tmp_path: Path, devic
     same = Trainer(TINY, open_dataset("digits"), start=first).unet.state_dict()
     assert all(torch.equal(same[name], value) for name, value in given.items())
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device)

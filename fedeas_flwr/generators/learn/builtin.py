@@ -17,7 +17,7 @@ from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.generators.learn.presets import DIGITS
 from fedeas_flwr.generators.learn.run import save_model
-from fedeas_flwr.generators.learn.trainer import Progress, Trainer
+from fedeas_flwr.generators.learn.trainer import Trainer, TrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     log_step = log_progress(logger, "training steps of the built-in generator")
 
-    def show(now: Progress) -> None:
+    def show(now: TrainingProgress) -> None:
         if progress is not None:
             progress(now.step, steps, now.loss)
         else:

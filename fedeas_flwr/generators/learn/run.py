@@ -33,7 +33,7 @@ from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short
 from fedeas_flwr.generators.diffusion.model_folder import VERDICT, write_model_folder
 from fedeas_flwr.generators.learn.data_licences import describe_data
 from fedeas_flwr.generators.learn.presets import Preset
-from fedeas_flwr.generators.learn.trainer import FROM_CHECKPOINT, Progress, Trainer, TrainingState
+from fedeas_flwr.generators.learn.trainer import FROM_CHECKPOINT, Trainer, TrainingProgress, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
 from fedeas_flwr.generators.learn.verdict import Verdict, judge
 
@@ -84,7 +84,7 @@ def train_generator(
     only: int = 0,
     checkpoint_every: float = 300.0,
     on_start: Callable[[], None] | None = None,
-    report: Callable[[Progress], None] | None = None,
+    report: Callable[[TrainingProgress], None] | None = None,
 ) -> Verdict | None:
     """Train a generator into a folder; return the verdict on it. Ctrl-C ends it with a checkpoint and returns None.
 

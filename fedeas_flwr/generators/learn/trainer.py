@@ -40,7 +40,7 @@ FROM_CHECKPOINT = "--resume continues from the last checkpoint"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Progress of a training; `loss` is the mean since the last report, `remaining` is in seconds."""
 
     step: int
@@ -103,7 +103,7 @@ class Trainer:
         *,
         steps: int | None = None,
         minutes: float | None = None,
-        report: Callable[[Progress], None] | None = None,
+        report: Callable[[TrainingProgress], None] | None = None,
         between: Callable[[], bool] | None = None,
     ) -> bool:
         """Train up to a total number of steps or minutes, those before a resume included; return whether it finished.
@@ -129,7 +129,8 @@ class Trainer:
                     self.state.seconds = earlier + time.monotonic() - began
                     loss = self._log(losses)
                     if report is not None:
-                        report(Progress(self.state.step, loss, self.state.seconds, self._remaining(steps, minutes)))
+                        left = self._remaining(steps, minutes)
+                        report(TrainingProgress(self.state.step, loss, self.state.seconds, left))
                 if between is not None and between():
                     return False
 
