@@ -40,7 +40,7 @@ from fedeas_flwr.generators.federated import (
     with_folder,
     write_received,
 )
-from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, Measured
+from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, MeasuredImages
 from fedeas_flwr.policies.interface import ClientView, Progress
 from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import answer_question, checked_plan, images_to_generate
@@ -208,7 +208,7 @@ def evaluate_classes(policy: Adaptive, message: Message, context: Context) -> No
     loss, predictions = CLASSIFIER.evaluate_each(config, data, local.images, local.labels, *model)
     before, real = scores.latest(task.round - 1), len(data.partition.train[node.part])
     labels = local.labels.cpu().numpy()
-    measured = Measured(
+    measured = MeasuredImages(
         labels=labels,
         loss=loss,
         wrong=predictions != labels,

@@ -40,7 +40,7 @@ from fedeas_flwr.federation.learners import find_learner
 from fedeas_flwr.federation.training_round import TooFewRepliesError, TrainingRounds
 from fedeas_flwr.federation.with_fedeas import with_fedeas
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, InParts, Measured
+from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, InParts, MeasuredImages
 from fedeas_flwr.policies.built_in import FEDEAS
 from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, PolicySettings, Progress, Share
 from fedeas_flwr.policies.own import find_policy
@@ -126,7 +126,7 @@ def test_parts_are_due_until_they_are_bought() -> None:
 
 def test_scores_by_class() -> None:
     none = np.zeros(5, dtype=bool)
-    images = Measured(
+    images = MeasuredImages(
         labels=np.array([0, 0, 1, 1, 1]),
         loss=np.array([1.0, 3.0, 0.5, 0.5, 0.5]),
         wrong=np.array([False, True, False, False, True]),
@@ -143,7 +143,7 @@ def test_scores_by_class() -> None:
     # Held-out images count as much as all others of their class.
     held = replace(images, held_out=np.array([True, False, True, False, False]), loss=np.array([1.0, 3, 2, 0, 1]))
     assert adaptive().score(held, 2).tolist() == [2.0, (3 * 1.25 + 2) / 4]
-    nothing = Measured(*(np.zeros(0, dtype=kind) for kind in (int, float, bool, float, bool, bool)))
+    nothing = MeasuredImages(*(np.zeros(0, dtype=kind) for kind in (int, float, bool, float, bool, bool)))
     assert adaptive().score(nothing, 2).tolist() == [1.0, 1.0]
 
 

@@ -71,7 +71,7 @@ class InParts(Policy):
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MeasuredImages:
     """A client's images under the current global model, one element per image."""
 
     labels: IntArray
@@ -116,7 +116,7 @@ class Adaptive(InParts, MatchedPolicy):
 
     questions: Mapping[str, Sequence[str]] = {"plan": ("total",), "price": ("count",)}
 
-    def __init__(self, name: str, value: Callable[[Measured], FloatArray], evaluations: int = 1) -> None:
+    def __init__(self, name: str, value: Callable[[MeasuredImages], FloatArray], evaluations: int = 1) -> None:
         super().__init__(name)
         self._value, self._evaluations, self._held_out = value, evaluations, 0.0
 
@@ -180,7 +180,7 @@ class Adaptive(InParts, MatchedPolicy):
         """Return the fraction of its real images that a client does not train on in a round."""
         return self._held_out if round < self.parts[-1] else 0.0
 
-    def score(self, measured: Measured, classes: int) -> FloatArray:
+    def score(self, measured: MeasuredImages, classes: int) -> FloatArray:
         """Return the score of each class, [C]: the mean of what is measured over the client's images of the class.
 
         Images that are held out count as much as all others together. A class counts as having one image more, with
