@@ -59,7 +59,7 @@ def option(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BetaChoice:
     """The β that satisfy the limits, the recommended one with its reason, or the contradictions."""
 
     limits: Limits
@@ -87,7 +87,9 @@ class Choice:
         return row | {"removed": point.removed} | ({"seconds": self.speed.seconds(point.images)} if self.speed else {})
 
 
-def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: GeneratorSpeed | None = None) -> Choice:
+def choose(
+    path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: GeneratorSpeed | None = None
+) -> BetaChoice:
     """Find the β that satisfy the limits and recommend one.
 
     If a limit bounds β from above, the recommended β removes most, since the limits already bound the cost; with
@@ -105,15 +107,15 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
     windows = [(0.0, top)] if least is None else where_removed(path, least, top)
     rows = [(point, broken(point, limits, speed)) for point in map(path.at, sorted(set(grid)))]
     if not windows:
-        return Choice(limits, [], path.end, rows, None, "", _contradictions(path, limits, tops), speed)
+        return BetaChoice(limits, [], path.end, rows, None, "", _contradictions(path, limits, tops), speed)
     if not grid:
         values = _round_values(windows)
         fitting = [path.at(beta) for beta in (values if limits.ceilings() else values[:1])]  # the smallest is cheapest
     elif not (fitting := [point for point, breaks in rows if not breaks]):
         text = f"grid {', '.join(f'{point.beta:g}' for point, _ in rows)}: no β of it lies in {show(windows, path.end)}"
-        return Choice(limits, windows, path.end, rows, None, "", [text], speed)
+        return BetaChoice(limits, windows, path.end, rows, None, "", [text], speed)
     best, why = _best(fitting, limits, bool(grid))
-    return Choice(limits, windows, path.end, rows, best.beta, why, [], speed)
+    return BetaChoice(limits, windows, path.end, rows, best.beta, why, [], speed)
 
 
 def broken(point: Point, limits: Limits, speed: GeneratorSpeed | None = None) -> list[str]:
@@ -217,7 +219,7 @@ def _inside(edge: float, window: Window) -> str:
     return repr(edge)
 
 
-def format_choice(choice: Choice) -> str:
+def format_choice(choice: BetaChoice) -> str:
     """Return a choice as lines: the grid, the window, the recommended β or the contradictions."""
     lines = [
         f"  β {point.beta:<6g} {describe(point)}"

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from fedeas_flwr.allocation import IntArray, fill_to
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.planning import curves
-from fedeas_flwr.planning.beta_selection import SHARES, Choice, show
+from fedeas_flwr.planning.beta_selection import SHARES, BetaChoice, show
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.report.style import COLOURS, INK, annotate, label_of, legend_above, tidy
 
@@ -26,7 +26,7 @@ MAX_BARS_NAMED = 30
 REMOVED = "imbalance removed, 1 − I(B) / I(0)"
 
 
-def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None = None) -> list[Path]:
+def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: BetaChoice | None = None) -> list[Path]:
     """Draw the effect of the plan's β as demand, concentration, reduction and beta-selection.png; return the files.
 
     Of a choice of β, the limits and the window are drawn and the grid is marked.
@@ -39,7 +39,7 @@ def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None
     return [folder / name for name in drawn]
 
 
-def plan_figures(path: BudgetPath, beta: float, choice: Choice | None = None) -> dict[str, Figure]:
+def plan_figures(path: BudgetPath, beta: float, choice: BetaChoice | None = None) -> dict[str, Figure]:
     """Return the figures of `draw_plan` by file name."""
     generated = fill_to(path.counts, path.levels(beta), path.strict_mean)
     if not generated.any():
@@ -167,7 +167,7 @@ def _off_the_limits(axes: Axes, names: Sequence[Annotation]) -> None:
 
 
 # Fig. 5(b)
-def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: Choice | None) -> None:
+def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: BetaChoice | None) -> None:
     """Draw the removed share against the synthetic share for increasing β, with the limits and the allowed region."""
     colour = _colour(path.policy)
     last = max([*betas, beta])
@@ -193,7 +193,7 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
     _off_the_limits(axes, names)
 
 
-def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
+def _draw_limits(axes: Axes, path: BudgetPath, choice: BetaChoice) -> None:
     (_, right), (_, top) = axes.get_xlim(), axes.get_ylim()
     least = choice.limits.min_removed or 0.0
     ceiling = right
@@ -212,7 +212,7 @@ def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
     axes.fill_between([0, ceiling], least, top, color=colour, alpha=0.18, lw=0, label=allowed)
 
 
-def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:
+def _as_synthetic_share(path: BudgetPath, choice: BetaChoice, name: str) -> float:
     """Return an upper limit as a synthetic share."""
     limit = choice.limits.given()[name]
     if name == "max_synthetic":

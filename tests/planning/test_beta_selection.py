@@ -16,7 +16,7 @@ from PIL import Image
 from fedeas_flwr.allocation import IntArray, fedeas, full_balance, removed
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import curves
-from fedeas_flwr.planning.beta_selection import Choice, GeneratorSpeed, Limits, broken, choose, format_choice
+from fedeas_flwr.planning.beta_selection import BetaChoice, GeneratorSpeed, Limits, broken, choose, format_choice
 from fedeas_flwr.planning.budget_path import BudgetPath, bisect_last_true, where_removed
 from fedeas_flwr.report.plan_figures import draw_plan
 
@@ -176,7 +176,7 @@ def test_bisect_last_true_finds_the_greatest_beta(counts: Any, most: int) -> Non
 # ------------------------------------------------------------------------------------------------------ contradictions
 
 
-def contradiction(choice: Choice) -> list[str]:
+def contradiction(choice: BetaChoice) -> list[str]:
     assert choice.recommended is None
     lines = format_choice(choice).splitlines()
     return [line.removeprefix("Contradiction: ") for line in lines if line.startswith("Contradiction: ")]
@@ -265,7 +265,7 @@ def test_draw_plan_writes_four_figures(tmp_path: Path, cifar: BudgetPath, counts
 
 
 def test_window_is_shaded_only_with_limits(tmp_path: Path, cifar: BudgetPath) -> None:
-    def shaded(choice: Choice | None, folder: str) -> int:
+    def shaded(choice: BetaChoice | None, folder: str) -> int:
         draw_plan(cifar, 12.0, tmp_path / folder, choice)
         picture = np.asarray(Image.open(tmp_path / folder / "beta-selection.png").convert("RGB"), dtype=int)
         return int((np.abs(picture - [0xDF, 0xED, 0xE4]).max(axis=2) < 3).sum())
