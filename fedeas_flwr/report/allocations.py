@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.figure import Figure
 
+from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config_keys import PARTITION_KEYS
 from fedeas_flwr.data.datasets import dataset_info
@@ -17,16 +17,14 @@ from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocat
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 
-Counts = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class HeatMaps:
     """One partition, and the images that each group generates on it."""
 
     classes: Sequence[str]
-    counts: Counts
-    generated: list[tuple[str, Counts]]
+    counts: IntArray
+    generated: list[tuple[str, IntArray]]
 
     @property
     def caption(self) -> str:
@@ -68,7 +66,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
     return list(found.values()), notes
 
 
-def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
+def _map_caveats(group: Group, counts: IntArray, planned: int) -> list[str]:
     """Return notes on why fewer images were generated than the map shows: absent or limited clients, shared images."""
     notes = []
     made = [member.summary["total_generated"] for member in group.members]
@@ -86,7 +84,7 @@ def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
     return notes
 
 
-def _matches_run(group: Group, generated: Counts) -> bool:
+def _matches_run(group: Group, generated: IntArray) -> bool:
     """Return whether the plan matches the run: clients that trained generated the planned images within limits."""
     by_client = generated.sum(axis=1)
     for member in group.members:
@@ -101,7 +99,7 @@ def _matches_run(group: Group, generated: Counts) -> bool:
 
 def draw(maps: HeatMaps) -> Figure:
     """Draw the real samples first, then the groups' images; groups with the same plan share one map."""
-    plans: dict[bytes, tuple[list[str], Counts]] = {}
+    plans: dict[bytes, tuple[list[str], IntArray]] = {}
     for name, values in maps.generated:
         plans.setdefault(values.tobytes(), ([], values))[0].append(name)
     panels = 1 + len(plans)
