@@ -41,7 +41,7 @@ from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.generators.quality import frechet_distance
 
 # Three levels make a step cheaper than the two wider ones of DIGITS, with as many parameters.
-LEVELS = {"block_out_channels": (16, 32, 64)}
+LEVELS: dict[str, Any] = {"block_out_channels": (16, 32, 64)}
 LEVELS |= {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3}
 PRESET = replace(DIGITS, name="dp-sgd", unet={**DIGITS.unet, **LEVELS}, cpu_threads=None)
 CLIP = 0.01
@@ -102,12 +102,12 @@ class ImageGradients:
 
     def _watch(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(self._collect, module, inputs[0].detach()))
+            output.register_hook(partial(self._collect, module, inputs[0].detach()))  # type: ignore[no-untyped-call]
 
     def _collect(self, module: Any, x: torch.Tensor, grad: torch.Tensor) -> None:
         x = x if isinstance(module, nn.Embedding) else x.to(grad.dtype)
         if isinstance(module, nn.Conv2d):
-            (height, width), stride, pad = module.kernel_size, module.stride[0], module.padding[0]
+            (height, width), stride, pad = module.kernel_size, module.stride[0], int(module.padding[0])
             patches = F.pad(x, (pad,) * 4).unfold(2, height, stride).unfold(3, width, stride)
             weight = torch.einsum("nohw,nchwij->nocij", grad, patches)
         elif isinstance(module, nn.GroupNorm):
@@ -121,7 +121,7 @@ class ImageGradients:
         bias = grad.sum((2, 3)) if grad.dim() == 4 else grad
         for parameter, rows in (module.weight, weight), (getattr(module, "bias", None), bias):
             if parameter is not None:
-                self.of[parameter] = rows.unflatten(0, (-1, self._copies)).sum(1, dtype=torch.float32)
+                self.of[parameter] = torch.unflatten(rows, 0, (-1, self._copies)).sum(1, dtype=torch.float32)
 
 
 def train(dataset: Dataset, options: argparse.Namespace, sigma: float, steps: int) -> tuple[Trainer, dict[str, Any]]:
@@ -177,7 +177,7 @@ def backward(trainer: Trainer, images: torch.Tensor, labels: torch.Tensor, copie
         predicted = trainer.unet(noisy, times, class_labels=shown, return_dict=False)[0]
     losses = (predicted.float() - trainer.scheduler.get_velocity(clean, noise, times)).square().mean(dim=(1, 2, 3))
     (losses.sum() / copies).backward()
-    return losses.detach().mean()
+    return torch.mean(losses.detach())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -72,8 +72,7 @@ def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device:
         for _ in range(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(x.to(device)), y.to(device))
-                loss.backward()
+                F.cross_entropy(model(x.to(device)), y.to(device)).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
     return work
@@ -129,7 +128,7 @@ def step_flops() -> float:
     model, images = network().train(), torch.zeros(2, 3, 32, 32)
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
-    return counter.get_total_flops() / len(images)
+    return float(counter.get_total_flops() / len(images))
 
 
 def peak_flops(precision: str, device: str) -> float:

@@ -30,7 +30,8 @@ LEAST = (2, 8)
 
 def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict[str, Any]]:
     """Return the norm of (x − y)/(Tη) over all layers after a round from the initial weights, for each client."""
-    data, rows = federated_data(config, config.clients), []
+    data = federated_data(config, config.clients)
+    rows: list[dict[str, Any]] = []
     for client in clients:
         images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
         for least in LEAST:
@@ -42,9 +43,8 @@ def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict
             batches = stream(config.seed, "batches", 1, client)
             result, trained, _ = engine.train(trainable, buffers, images, labels, batches)
             moved = torch.stack([(trained[name].cpu() - start).norm() for name, start in trainable.items()]).norm()
-            length = float(moved) / (result.steps * config.learning_rate)
-            found = {"client": client, "samples": len(labels), "last": last, "steps": result.steps, "length": length}
-            rows.append(found)
+            norm = float(moved) / (result.steps * config.learning_rate)
+            rows.append({"client": client, "samples": len(labels), "last": last, "steps": result.steps, "length": norm})
     return rows
 
 

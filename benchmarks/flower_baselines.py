@@ -26,8 +26,8 @@ class BaselineCNN(nn.Module):
         run = built_in("cifar10")
         scale, shift = torch.tensor(run.std) / torch.tensor(std), torch.tensor(run.mean) - torch.tensor(mean)
         # Not persistent: constants are neither sent nor averaged.
-        self.register_buffer("scale", scale.view(-1, 1, 1), persistent=False)
-        self.register_buffer("shift", (shift / torch.tensor(std)).view(-1, 1, 1), persistent=False)
+        self.scale = nn.Buffer(scale.view(-1, 1, 1), persistent=False)
+        self.shift = nn.Buffer((shift / torch.tensor(std)).view(-1, 1, 1), persistent=False)
         self.features = nn.Sequential(
             *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),

@@ -83,7 +83,8 @@ class BareLoop:
 
     def run(self) -> tuple[list[float], list[float], Arrays]:
         """Return the seconds of every round, their CPU seconds, and the final weights."""
-        model, seconds, cpu = split_state(build_network(self.config)), [], []
+        model: tuple[Arrays, ...] = split_state(build_network(self.config))
+        seconds, cpu = [], []
         if self.device != "cpu":  # clients of the inline grid receive tensors too
             model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
         with ThreadPoolExecutor(self._workers) as pool:
@@ -91,7 +92,7 @@ class BareLoop:
                 began, cpu_began = time.perf_counter(), time.process_time()
                 chosen = self._sample(number)
 
-                def train(client: int, number: int = number, model: tuple[Arrays, Arrays] = model) -> Any:
+                def train(client: int, number: int = number, model: tuple[Arrays, ...] = model) -> Any:
                     return self._train(number, client, *model)
 
                 # As the inline grid does: one client at a time in this thread, several in worker threads.

@@ -82,7 +82,7 @@ class Memory:
 def write_random_images(folder: Path) -> None:
     """Write random images with the sizes and the balanced classes of CIFAR-10."""
     info, rng = dataset_info("cifar10"), np.random.default_rng(0)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for part, count in (("train", info.num_train), ("test", info.num_test)):
         arrays[f"x_{part}"] = rng.integers(0, 256, (count, *info.image_shape), dtype=np.uint8)
         arrays[f"y_{part}"] = np.arange(count) % len(info.classes)

@@ -60,7 +60,7 @@ def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
         out = list(strategy.configure_train(number, to_record(states[0]), ConfigRecord(), grid))
         extra = strategy.expected_extra() if isinstance(strategy, SendsExtra) else {}
         replies = [_reply(message, states, extra) for message in out]
-        taken = seconds(lambda number=number, replies=replies: strategy.aggregate_train(number, replies))
+        taken = seconds(strategy.aggregate_train, number, replies)
     return taken
 
 
@@ -74,12 +74,12 @@ def _reply(message: Message, states: list[Arrays], extra: Arrays) -> Message:
     return reply
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the wall-clock seconds of `work`; the GPU is idle before and after."""
+def seconds(work: Callable[..., object], *arguments: object) -> float:
+    """Return the wall-clock seconds of a call; the GPU is idle before and after."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
-    work()
+    work(*arguments)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began
@@ -100,7 +100,7 @@ def measured(device: str, small: bool) -> dict[str, Any]:
         found[f"fedavg, dp = {dp}"] = merging_seconds(parse_config({**base, "dp": dp}), states)
     weights = [100 + client for client in range(CLIENTS)]
     gradient_dissimilarity(states[0], states[1:], weights)
-    found["Γ̂"] = seconds(lambda: gradient_dissimilarity(states[0], states[1:], weights))
+    found["Γ̂"] = seconds(gradient_dissimilarity, states[0], states[1:], weights)
     return {name: round(taken, 4) for name, taken in found.items()}
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    found = {
+    found: dict[str, Any] = {
         "seconds": measured(options.device, options.small),
         "clients": CLIENTS,
         "model": "small-cnn" if options.small else "resnet18",

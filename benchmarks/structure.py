@@ -68,7 +68,7 @@ def cycles(graph: Graph) -> list[set[str]]:
     """Return the sets of two or more modules that import each other, directly or through others."""
     reached: Graph = {}
     for start in graph:
-        seen, waiting = set(), [start]
+        seen, waiting = set[str](), [start]
         while waiting:
             new = graph[waiting.pop()] - seen
             seen |= new
@@ -152,7 +152,7 @@ class Round:
                 self._here.turn = False
                 self._trained += trains
 
-        ClientApp.__call__ = recorded  # type: ignore[method-assign]
+        ClientApp.__call__ = recorded  # type: ignore[assignment, method-assign]
         threading.setprofile(self._record)
         sys.setprofile(self._record)
 

@@ -168,7 +168,7 @@ def _denoising_graph() -> list[Patch]:
 def _compiled_unet() -> list[Patch]:
     from fedeas_flwr.generators.diffusion import sampler
 
-    def compiling(unet: torch.nn.Module) -> None:
+    def compiling(unet: Any) -> None:
         unet.to(memory_format=torch.channels_last)
         unet.compile(mode="reduce-overhead")
 
