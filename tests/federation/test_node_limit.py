@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from runners import black_bank, client_state, finish, quick, run_in_process, weights
 
+import fedeas_flwr.federation.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
