@@ -128,6 +128,27 @@ def test_changed_labels_replan_and_say_so(caplog: pytest.LogCaptureFixture) -> N
     assert planned(here) == allocate([np.bincount(LABELS[1:], minlength=4)], "fedeas", beta=BETA)[0].tolist()
 
 
+def test_changed_labels_keep_the_generator() -> None:
+    here, other = context(), Stripes("abcd", (6, 5, 1))
+    other.fingerprint = "stripes-2"
+    Augmenter(GENERATOR).augment(Pictures(), message(), here)
+    with pytest.raises(ValueError, match="not the one that made this client's images"):
+        Augmenter(other).augment(Pictures(LABELS[LABELS != 1]), message(), here)
+
+
+def test_device_auto_is_resolved_before_the_generator_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[str, Any] = {}
+
+    def open_stripes(spec: str, dataset: str, **settings: Any) -> Stripes:
+        opened.update(settings)
+        return Stripes("0123456789", (8, 8, 1))
+
+    monkeypatch.setattr(augmenter, "open_generator", open_stripes)
+    digits = Pictures(LABELS, np.zeros((len(LABELS), 8, 8, 1), np.uint8))
+    Augmenter("builtin", "digits", steps=2).augment(digits, message(), context())
+    assert opened == {"device": "cpu", "steps": 2}
+
+
 def test_image_identity_without_partition_id_is_the_node_id() -> None:
     here = context()
     del here.node_config["partition-id"]
@@ -160,6 +181,26 @@ def test_synthetic_items_look_like_real_ones(form: str) -> None:
         counts = np.bincount(labels.numpy(), minlength=4)
         start = 1 if form == "subset" else 0
         assert (counts == np.bincount(LABELS[start:], minlength=4) + planned(here)).all()
+
+
+def test_plan_of_a_subset_counts_its_own_labels() -> None:
+    here = context()
+    Augmenter(GENERATOR).augment(Subset(Pictures(), range(60, len(LABELS))), message(), here)
+    assert planned(here) == allocate([[0, 30, 1, 4]], "fedeas", beta=BETA)[0].tolist()
+
+
+def test_labels_are_those_after_the_target_transform() -> None:
+    class Reversed(Pictures):
+        def target_transform(self, label: int) -> int:
+            return 3 - label
+
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image, self.target_transform(label)
+
+    here = context()
+    Augmenter(GENERATOR).augment(Reversed(), message(), here)
+    assert planned(here) == allocate([COUNTS[::-1]], "fedeas", beta=BETA)[0].tolist()
 
 
 def test_labels_of_a_subset_are_read_from_its_own_items_only() -> None:
@@ -316,6 +357,55 @@ def test_second_start_splits_the_total_again() -> None:
         assert found == allocate(FEDERATION[[node - 1 for node in nodes]], "uniform", beta=BETA).tolist()
 
 
+def shares_in(strategy: Strategy, grid: Grid, server_round: int) -> dict[int, Share]:
+    """Return the shares in a round's train messages, by node."""
+    out = strategy.configure_train(server_round, ArrayRecord({"w": torch.zeros(1)}), ConfigRecord(), grid)
+    return {sent.metadata.dst_node_id: messages.read_augment_task(sent).share for sent in out}
+
+
+def test_second_start_forgets_the_shares_of_the_first() -> None:
+    strategy, grid = with_fedeas(UsersStrategy(), BETA, "uniform", total=50), InlineGrid(users_app(), 4, {})
+    assert all(share.base for share in shares_in(strategy, GridView(grid, [1, 2]), 1).values())
+    shares_in(strategy, GridView(grid, [3, 4]), 1)
+    assert {node for node, share in shares_in(strategy, grid, 2).items() if share.base} == {3, 4}
+
+
+def test_total_is_split_in_whichever_round_comes_first() -> None:
+    strategy = with_fedeas(UsersStrategy(), BETA, "uniform", total=50)
+    assert all(share.base for share in shares_in(strategy, InlineGrid(users_app(), 4, {}), 3).values())
+
+
+def test_shares_do_not_depend_on_the_order_of_nodes() -> None:
+    grid = InlineGrid(users_app(), 4, {})
+    first, other = (
+        shares_in(with_fedeas(UsersStrategy(), BETA, "uniform"), GridView(grid, nodes), 1)
+        for nodes in ([1, 2, 3, 4], [3, 4, 2, 1])
+    )
+    assert first == other and len(set(first.values())) > 1
+
+
+def test_total_is_not_split_without_all_replies() -> None:
+    class Lossy(GridView):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            return list(super().send_and_receive(messages, timeout=timeout))[1:]
+
+    grid = Lossy(InlineGrid(users_app(), 4, {}), [1, 2, 3, 4])
+    with pytest.raises(RunError, match="one did not: no reply within 3600 s"):
+        shares_in(with_fedeas(UsersStrategy(), BETA, "uniform"), grid, 1)
+
+
+def test_clients_with_other_numbers_of_classes_are_rejected() -> None:
+    app = ClientApp()
+
+    @app.query("fedeas")
+    def query(msg: Message, here: Context) -> Message:
+        client = int(here.node_config["partition-id"])
+        return messages.build_query_reply(msg, client, classes=4 + client, total=9, absent=1)
+
+    with pytest.raises(RunError, match="clients have 4, 5 classes; all must have the same number"):
+        shares_in(with_fedeas(UsersStrategy(), BETA, "uniform"), InlineGrid(app, 2, {}), 1)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_flowers_client_side_privacy_works(inside: bool) -> None:
     """Its mod allows one config record in a message."""
@@ -409,6 +499,15 @@ def test_black_and_bright_images_and_few_values_are_accepted(form: str, pixels: 
     assert len(add_to_tensors(form, form, pixels)) > len(LABELS)
 
 
+def test_few_negative_values_are_accepted() -> None:
+    """Interpolation makes some."""
+    images = torch.stack([RANGES["0 to 1"](image) for image in PIXELS])
+    images[:, 0, 0, :2] = -0.2
+    real = TensorDataset(images, torch.tensor(LABELS))
+    whole = Augmenter(GENERATOR, transform=RANGES["0 to 1"]).augment(real, message(), context())
+    assert len(whole) > len(LABELS)
+
+
 def test_transform_that_shrinks_images_is_accepted() -> None:
     """It makes grey of thin black and white lines, so that no value would be negative."""
 
@@ -481,3 +580,10 @@ def test_client_answers_only_questions_of_matched_policies() -> None:
         messages.add_augment_task(asked, AugmentTask(policy, BETA, 0.5, True))
         (reply,) = grid.send_and_receive([asked])
         assert f"question = '{question}'" in messages.failure_reason(reply)
+
+
+def test_client_id_from_a_large_node_id_fits_a_reply() -> None:
+    asked = messages.build_query(1, "plan", BETA, messages.AUGMENT_QUERY)
+    messages.add_augment_task(asked, AugmentTask("uniform", BETA, 0.5, True))
+    here = Context(run_id=1, node_id=2**63 + 9, node_config={}, state=RecordDict(), run_config={})
+    assert messages.read_answer(Augmenter(GENERATOR).answer(Pictures(), asked, here), "absent") == (9, 0)
