@@ -109,6 +109,13 @@ def test_identity_query_that_fails_ends_the_wait(tmp_path: Path, monkeypatch: py
         start_federation(tmp_path / "all", grid, **{"node-wait": 60, "min-replies": 1.0})
 
 
+def test_invalid_identity_reply_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLEEP, never_wait)
+    monkeypatch.setattr("test_federation.EXAMPLES", (30, -1, 60))
+    with pytest.raises(RunError, match=r"^node 101 did not identify itself: examples = -1"):
+        start_federation(tmp_path, ChurnGrid(0, 1, 2), **{"node-wait": 60, "min-replies": 1.0})
+
+
 def test_offline_client_is_recorded_and_the_rest_averaged(tmp_path: Path) -> None:
     grid = ChurnGrid(0, 1, 2)
     run = start_federation(tmp_path, grid)
@@ -202,6 +209,16 @@ def test_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcome.failures == []
 
 
+def test_round_with_a_quorum_does_not_wait_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid, **{"node-wait": 60})
+    run.clients.plan()
+    grid.stop(101)
+    monkeypatch.setattr(SLEEP, never_wait)
+    _, outcome = run.training.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 2]
+
+
 def test_client_id_beyond_num_clients_is_excluded(tmp_path: Path) -> None:
     grid = ChurnGrid(0, 1, of=2)
     run = start_federation(tmp_path, grid, clients=2)
@@ -268,6 +285,17 @@ def test_first_node_seen_with_an_id_is_the_client(tmp_path: Path, monkeypatch: p
         start_federation(tmp_path / "all", grid, **{"min-replies": 1.0})
 
 
+def test_second_node_of_a_client_may_restart_as_another(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1)
+    grid.start(1, 7)
+    run = start_federation(tmp_path, grid)
+    grid.stop(7)
+    run.clients.manager.discover_new_nodes()
+    grid.start(2, 7)
+    run.clients.manager.discover_new_nodes()
+    assert run.clients.nodes == {0: 100, 1: 101, 2: 7}
+
+
 def test_late_node_with_other_partitions_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     grid = ChurnGrid(0, 2)
     run = start_federation(tmp_path / "run", grid)
@@ -289,6 +317,11 @@ def test_late_node_with_other_partitions_is_rejected(tmp_path: Path, caplog: pyt
     grid._contexts[101].node_config["num-partitions"] = 5
     with pytest.raises(RunError, match="node 101 cannot take part: client 1 holds one of 5 partitions"):
         start_federation(tmp_path / "start", grid, **{"min-replies": 1.0})
+
+
+def test_nodes_with_data_of_their_own_have_no_partitions(tmp_path: Path) -> None:
+    run = start_federation(tmp_path, ChurnGrid(0, 1, 2, of=0), **{"min-replies": 1.0})
+    assert sorted(run.clients.nodes) == [0, 1, 2]
 
 
 class KeyGrid(ChurnGrid):
@@ -421,6 +454,18 @@ def test_silent_node_costs_a_minute_once(
     assert [r.client for r in outcome.reports] == [0, 1, 2] and grid.received.count((101, "query")) == 2
 
 
+def test_node_that_failed_once_is_not_waited_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 2)
+    run = start_federation(tmp_path, grid)
+    grid.start(1, 101)
+    grid.errors[101] = ErrorCode.NODE_UNAVAILABLE
+    run.clients.manager.discover_new_nodes()
+    del grid.errors[101]
+    grid.kill(101)
+    run.clients.manager.discover_new_nodes()
+    assert grid.clock.now < 1 and grid.received.count((101, "query")) == 2
+
+
 def test_start_counts_late_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = DeploymentGrid(monkeypatch, 0, 1, 2)
     grid.kill(101)
@@ -514,6 +559,16 @@ def test_run_waits_for_late_and_unavailable_nodes(tmp_path: Path, monkeypatch: p
     assert grid.asked == [100, 101, 102, 101, 101]  # none before all are online
 
 
+def test_node_that_can_never_take_part_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named in the error, and not the node before it that may yet answer."""
+    monkeypatch.setattr(SLEEP, never_wait)
+    grid = SuperLinkErrorGrid(0, 1, 2)
+    grid.kill(100)
+    grid._contexts[101].node_config["num-partitions"] = 5
+    with pytest.raises(RunError, match=r"^node 101 cannot take part: client 1 holds one of 5 partitions"):
+        start_federation(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 60})
+
+
 def test_identity_query_raises_if_every_process_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SLEEP, lambda seconds: None)
     grid = SuperLinkErrorGrid(0, 1, 2, error=ErrorCode.UNKNOWN)  # Flower's code if Ray's actor died
@@ -523,6 +578,60 @@ def test_identity_query_raises_if_every_process_died(tmp_path: Path, monkeypatch
         grid.kill(node)
     with pytest.raises(ProcessesDiedError, match=r"^every client process died during the identity query$"):
         start_federation(tmp_path / "all", grid)
+
+
+def test_process_that_died_in_a_round_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "time", Clock())
+    grid = SuperLinkErrorGrid(0, 1, 2, error=ErrorCode.UNKNOWN)
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0})
+    grid.kill(101)
+    with pytest.raises(ProcessesDiedError, match="round 1: 1 of 3 clients failed"):
+        run.training.train_round(START)
+
+
+def test_process_that_died_in_a_plan_query_is_reported_as_such(tmp_path: Path) -> None:
+    """The launcher then resumes the run in new processes."""
+    grid = SuperLinkErrorGrid(0, 1, 2, error=ErrorCode.UNKNOWN)
+    run = start_federation(tmp_path, grid, policy="uniform")
+    grid.kill(101)
+    with pytest.raises(ProcessesDiedError):
+        run.clients.plan()
+
+
+def test_messages_are_sent_again_while_a_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "time", Clock())
+    grid = SuperLinkErrorGrid(0, 1, 2, error=ErrorCode.UNKNOWN)
+
+    def ask() -> dict[int, Message]:
+        grid.asked.clear()
+        return deliver(grid, [messages.build_query(node, "identity") for node in (100, 101, 102)], 0)
+
+    grid.kill(101)
+    assert [reply.has_error() for _, reply in sorted(ask().items())] == [False, True, False]
+    assert grid.asked.count(101) > 10
+    for node in (100, 102):
+        grid.kill(node)
+    assert all(reply.has_error() for reply in ask().values())
+    assert grid.asked.count(101) == 1 + delivery._PROBE_ATTEMPTS
+
+
+def test_second_reply_to_a_message_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TwiceGrid(ChurnGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            return [reply for reply in super().send_and_receive(messages) for _ in range(2)]
+
+    reported: list[int] = []
+    out = [messages.build_query(node, "identity") for node in (100, 101)]
+    assert sorted(deliver(TwiceGrid(0, 1), out, 0, lambda node, reply: reported.append(node))) == [100, 101]
+    assert reported == [100, 101]
+
+
+def test_node_that_was_offline_already_has_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 1)
+    grid.kill(101)
+    grid.stop(101)
+    replies = deliver(grid, [messages.build_query(node, "identity") for node in (100, 101)], 6)
+    assert sorted(replies) == [100] and grid.clock.now == 6
 
 
 def test_reply_to_an_earlier_message_is_ignored() -> None:
@@ -553,3 +662,19 @@ def test_round_record_counts_clients_that_have_not_joined(tmp_path: Path) -> Non
     grid.start(1, 101)
     state, outcome = run.training.train_round(state)
     assert "not_joined" not in run._round_metadata(state, outcome)
+
+
+def test_only_clients_that_are_online_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[int, int]] = []
+
+    def evaluate(grid: Any, config: Any, nodes: dict[int, int], state: Any) -> dict[str, Any]:
+        asked.append(nodes)
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr("fedeas_flwr.federation.federation.evaluate_on_clients", evaluate)
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid, rounds=1)
+    run.clients.plan()
+    grid.stop(101)
+    run.fit(START, None)
+    assert asked == [{0: 100, 2: 102}]
