@@ -28,11 +28,13 @@ from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import MessageError, RunError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.declarations import DeclaredSampleCounts
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.policies.interface import ClientView
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView
+from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import POLICIES, allocate
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
@@ -139,6 +141,7 @@ def test_unknown_encoding_and_long_reason_are_truncated() -> None:
     ("examples", "keys", "reason"),
     [
         (11, {}, "num-examples = 11, but the client first declared 10"),
+        (9, {}, "num-examples = 9, but the client first declared 10"),
         (2**40, {}, "num-examples = 1099511627776, but max-examples = 10000000"),
         (10**7, {"data-change": "replan", "max-examples": 1000}, "num-examples = 10000000, but max-examples = 1000"),
     ],
@@ -158,6 +161,17 @@ def test_weight_must_equal_the_declared_sample_count(
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
 
 
+def test_declared_sample_count_is_limited_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def report_less(client: int, message: Message) -> Message | None:
+        report = TrainReport(client, 10, 0.0, 1, 0, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
+
+    monkeypatch.setattr("test_federation.EXAMPLES", (30, 2000, 60))
+    keys = {"min-replies": 0.5, "data-change": "replan", "max-examples": 1000}
+    _, outcome = federation(tmp_path, toy_app(report_less), **keys).training.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "num-examples = 2000, but max-examples = 1000"}]
+
+
 @pytest.mark.parametrize(
     ("generated", "not_made", "told"),
     [(10**9, 0, "generated = 1000000000"), (30, 31, "generated = 30 and not-made = 31")],
@@ -171,6 +185,31 @@ def test_plan_beyond_any_label_counts_is_rejected(tmp_path: Path, generated: int
 
     _, outcome = federation(tmp_path, toy_app(overstate), **{"min-replies": 0.5}).training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": f"{told}, but its plan cannot exceed 60"}]
+
+
+def test_client_with_more_samples_may_have_a_larger_plan(tmp_path: Path) -> None:
+    """Also if its number of samples is `max-examples`, and its plan the largest possible."""
+
+    def grown(client: int, message: Message) -> Message | None:
+        report = TrainReport(client, 60, 0.0, 1, bound, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
+
+    made = federation(tmp_path, toy_app(grown), **{"data-change": "replan", "max-examples": 60})
+    bound = made.clients.declared.max_images(2, EMPTY_SHARE)  # it declared 60 samples
+    assert made.clients.declared.max_images(1, EMPTY_SHARE) < bound
+    _, outcome = made.training.train_round(START)
+    assert outcome.failures == []
+
+
+def test_plan_reply_at_its_bound_is_accepted() -> None:
+    config, policy = parse_config({"policy": "missing-only", "beta": 4.0}), POLICIES["missing-only"]
+    assert isinstance(policy, MatchedPolicy)
+    declared = DeclaredSampleCounts(config)
+    declared.note(0, 10)
+    total, absent = policy.max_reply(10, 10, config.policy_settings, "plan", 4.0)
+    declared.check_reply(0, policy, "plan", 4.0, [total, absent])
+    with pytest.raises(MessageError, match=f"total = {total + 1}, but it is at most {total}"):
+        declared.check_reply(0, policy, "plan", 4.0, [total + 1, absent])
 
 
 def app_with_false_replies(false_replies: dict[str, dict[str, int]]) -> ClientApp:
@@ -219,6 +258,37 @@ def test_false_plan_reply_costs_only_that_client_its_share(tmp_path: Path, false
     given = [POLICIES[policy].plan(view).sum() for view in views]
     assert given[1] == 0
     assert sum(given) == total > 0
+
+
+class OnlyOnce(dict[str, Any]):
+    """Values that can be read once."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.pop(key)
+
+
+def test_client_rejected_for_one_reply_gets_no_share(tmp_path: Path) -> None:
+    """What it replies later does not count, so the others spend the whole total."""
+    keys = {"clients": 4, "policy": "waterfill", "total": 300, "run-dir": str(tmp_path)}
+    config, app = parse_config(keys), app_with_false_replies(OnlyOnce(waterfill={"count": 2**50}))
+    grid = InlineGrid(app, 4, config.to_user_dict())
+    made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    made.clients.discover()
+    made.clients.plan()
+    counts = planned_counts(config)
+    views = [ClientView(counts[[c]], config.policy_settings, [made.clients.shares[c]]) for c in range(4)]
+    given = [int(POLICIES["waterfill"].plan(view).sum()) for view in views]
+    assert given[1] == 0 and sum(given) == 300
+
+
+def test_first_reason_for_a_rejection_is_kept(tmp_path: Path) -> None:
+    config = parse_config({"clients": 4, "policy": "waterfill", "beta": 4.0, "run-dir": str(tmp_path)})
+    app = app_with_false_replies({"plan": {"total": 2**50}, "waterfill": {"count": 2**50}})
+    grid = InlineGrid(app, 4, config.to_user_dict())
+    made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    made.clients.discover()
+    made.clients.plan()
+    assert made.clients.refused[1].startswith("plan: total = ")
 
 
 def test_node_with_invalid_identity_is_named_in_the_error(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fedeas_flwr.common.npy import to_numpy
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
-from fedeas_flwr.federation.messages import TrainReport, TrainTask
+from fedeas_flwr.federation.messages import EvaluateReport, TrainReport, TrainTask
 from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
@@ -233,6 +233,25 @@ def test_disclosure_with_another_array_record_is_rejected() -> None:
         messages.read_disclosed(disclosed, 5, TRAINABLE)
 
 
+def test_disclosure_of_another_client_is_rejected_and_arrays_are_copied() -> None:
+    disclosed = messages.disclose(request(), 5, TRAINABLE)
+    found = messages.read_disclosed(disclosed, 5, TRAINABLE)
+    assert not any(np.shares_memory(found[key], TRAINABLE[key]) for key in TRAINABLE)
+    with pytest.raises(MessageError, match=r"^client-id = 5, but the message was for client 4$"):
+        messages.read_disclosed(disclosed, 4, TRAINABLE)
+
+
+def test_evaluation_of_another_client_or_above_all_images_is_rejected() -> None:
+    def evaluated(correct: int) -> Message:
+        return messages.evaluate_reply(request(), EvaluateReport(5, 30, correct, 0.5))
+
+    assert messages.read_evaluate_reply(evaluated(30), 5).correct == 30
+    with pytest.raises(MessageError, match=r"^correct = 31, expected at most num-examples = 30$"):
+        messages.read_evaluate_reply(evaluated(31), 5)
+    with pytest.raises(MessageError, match=r"^client-id = 5, but the message was for client 4$"):
+        messages.read_evaluate_reply(evaluated(30), 4)
+
+
 def test_error_reply_has_one_line_and_the_traceback() -> None:
     try:
         raise ArithmeticError("first\nsecond")
@@ -245,6 +264,11 @@ def test_error_reply_has_one_line_and_the_traceback() -> None:
     assert messages.failure_reason(under_ray) == "ValueError: no query function"
     blank = Message(Error(code=3, reason=" \n"), reply_to=request())
     assert messages.failure_reason(blank) == "error 3"
+
+
+def test_error_reply_is_short() -> None:
+    failed = messages.error_reply(request(), ValueError(10**6 * "x"))
+    assert len(failed.error.reason or "") < 9000
 
 
 HOSTILE = "evil\n2026-01-01 00:00:00 INFO client 1 won\x1b[2J" + 5000 * "x"
