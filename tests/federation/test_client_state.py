@@ -126,6 +126,19 @@ def test_only_states_saved_since_the_last_checkpoint_are_written(tmp_path: Path)
         forget_kept_states()
 
 
+def test_state_on_disk_is_not_written_again(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, in_memory=True)
+    try:
+        store.save(1, ClientState((1,)), still_needed=(0, 0))
+        kept_states_writer()()
+        (tmp_path / "state-000001.safetensors").unlink()
+        store.save(2, ClientState((2,)), still_needed=(1, 1))
+        kept_states_writer()()
+        assert [path.stem for path in tmp_path.glob("*.safetensors")] == ["state-000002"]
+    finally:
+        forget_kept_states()
+
+
 def test_states_saved_during_a_write_are_kept_for_the_next(tmp_path: Path) -> None:
     """The next round trains while the states of a checkpoint are written."""
     stores = [ClientStore(tmp_path / str(client), in_memory=True) for client in range(3)]

@@ -110,6 +110,11 @@ def test_tiny_dissimilarity_is_not_rounded_to_zero() -> None:
     assert gradient_dissimilarity(start, ends, [1, 1]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_value_of_equal_directions_is_not_negative() -> None:
+    values = [gradient_dissimilarity(ZERO, [at(x, y)], [1]) for x in range(1, 10) for y in range(1, 10)]
+    assert 0 <= min(values) <= max(values) < 1e-12
+
+
 def test_rounds_record_gamma_hat_in_the_configured_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     keys = {"policy": "none", "model": "users_models:with_batchnorm", "participation": 1.0, "rounds": 3}

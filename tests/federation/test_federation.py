@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from flwr.clientapp import ClientApp
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation import federation as federation_module
 from fedeas_flwr.federation import messages, training_round
-from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.federation import Federation, evaluate_on_clients
 from fedeas_flwr.federation.grids import InlineGrid
-from fedeas_flwr.federation.messages import TrainReport
+from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
+from fedeas_flwr.federation.training_round import TrainingRounds
+from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.strategies.registry import build_strategy
 
 START = Checkpoint(0, {"w": np.zeros(2, np.float32)}, {"n": np.array(0, np.int64), "mean": np.zeros(1, np.float32)})
@@ -90,10 +95,44 @@ def test_average_is_weighted_and_counters_stay_integers(tmp_path: Path) -> None:
     assert outcome.failures == []
 
 
+def test_aggregate_in_another_dtype_is_cast_like_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = federation(tmp_path, toy_app())
+    monkeypatch.setattr(made.strategy, "aggregate_train", lambda *_: (to_record({"w": np.array([0.5, 2.0])}), None))
+    state, _ = made.training.train_round(START)
+    assert state.trainable["w"].tolist() == [0.5, 2.0] and state.trainable["w"].dtype == np.float32
+
+
+def test_gamma_hat_is_weighted_by_samples(tmp_path: Path) -> None:
+    def move(client: int, message: Message) -> Message:
+        report = TrainReport(client, EXAMPLES[client], 0.0, 1, 0, 0, 0.0, 0.0)
+        arrays = {"w": np.array([[1, 0], [0, 1], [0, 3]][client], np.float32)}
+        return messages.train_reply(message, report, arrays, dict(START.buffers), {})
+
+    made = federation(tmp_path, toy_app(move), **{"gamma-hat": "trainable"})
+    _, outcome = made.training.train_round(START)
+    assert outcome.gamma_hat is not None and outcome.gamma_hat() == pytest.approx(1 - 0.3**2 - 0.7**2)
+
+
 def test_average_does_not_depend_on_reply_order(tmp_path: Path) -> None:
     first, _ = federation(tmp_path / "a", toy_app()).training.train_round(START)
     second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).training.train_round(START)
     assert first.trainable["w"].tobytes() == second.trainable["w"].tobytes()
+
+
+class ReversedGrid(InlineGrid):
+    """Lists the nodes in descending order, as if they had connected in it."""
+
+    def get_node_ids(self) -> list[int]:
+        return sorted(super().get_node_ids(), reverse=True)
+
+
+def test_matched_shares_do_not_depend_on_the_order_of_nodes(tmp_path: Path) -> None:
+    keys = {"policy": "uniform", "total": 32}  # one per client and class, and 2 more
+    shares = [
+        federation(tmp_path / grid.__name__, client_app, grid, **keys).clients.shares
+        for grid in (InlineGrid, ReversedGrid)
+    ]
+    assert shares[0] == shares[1] and len(set(shares[0].values())) > 1
 
 
 def test_clients_with_most_steps_are_sent_tasks_first(tmp_path: Path) -> None:
@@ -238,6 +277,80 @@ def test_rejected_plan_reply_is_recorded_with_round_1_only(tmp_path: Path) -> No
     made.fit(START, lambda *model: {"accuracy": 0.5})
     refused = [{"client": 1, "reason": "plan: total = 9, but it is at most 5 with 10 samples"}]
     assert [record["failures"] for record in made.run.rounds()] == [refused, [], []]
+
+
+def test_record_weights_losses_and_counts_all_images(tmp_path: Path) -> None:
+    """The images of a client whose reply is missing are still in its cache."""
+
+    def fail(client: int, message: Message) -> Message | None:
+        if messages.read_task(message).round == 2 and client == 2:
+            raise ValueError("no")
+        return None
+
+    made = federation(tmp_path, toy_app(fail), rounds=2, **{"min-replies": 0.5})
+    made.fit(START, lambda *model: {"accuracy": 0.5})
+    first, second = made.run.rounds()
+    assert first["train_loss"] == (30 * 1.0 + 10 * 5.0 + 60 * 2.0) / 100
+    assert second["train_loss"] == (30 * 1.0 + 10 * 5.0) / 40
+    assert first["generated"] == second["generated"] == 10 + 20
+
+
+def test_last_round_fails_if_its_checkpoint_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(checkpoint: Checkpoint) -> None:
+        raise OSError("disk full")
+
+    made = federation(tmp_path, toy_app(), rounds=2, **{"checkpoint-every": 50})
+    monkeypatch.setattr(made.run, "save_checkpoint", fail)
+    with pytest.raises(OSError, match="disk full"):
+        made.fit(START, lambda *model: {"accuracy": 0.5})
+
+
+def test_evaluation_without_any_test_image_fails(tmp_path: Path) -> None:
+    app = toy_app()
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Any) -> Message:
+        return messages.evaluate_reply(message, EvaluateReport(context.node_config["partition-id"], 0, 0, 0.0))
+
+    made = federation(tmp_path, app)
+    with pytest.raises(RunError, match="evaluation: no client has test data of its own"):
+        evaluate_on_clients(made.grid, made.config, made.clients.nodes, START)
+
+
+def test_failed_round_keeps_images_bought_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(client: int, message: Message) -> Message | None:
+        if messages.read_task(message).round == 2:
+            raise ValueError("no")
+        return None
+
+    def buy(training: TrainingRounds, state: Checkpoint) -> None:
+        training.clients.shares[0] = Share(base=10 * (state.round + 1))
+
+    monkeypatch.setattr(federation_module, "buy_images", buy)
+    made = federation(tmp_path, toy_app(fail), rounds=2, **{"failed-rounds": 2})
+    made.fit(START, lambda *model: {"accuracy": 0.5})
+    kept = made.run.load_checkpoint()
+    assert kept is not None and kept.shares == {0: (20, 0, 0.0)}
+
+
+def test_moving_average_is_slow_only_after_some_rounds(tmp_path: Path) -> None:
+    training, zeros, ones = federation(tmp_path, toy_app()).training, START.trainable, {"w": np.ones(2, np.float32)}
+    largest = training.config.generator_training.ema_decay
+    first = {"w": np.random.default_rng(0).normal(size=100).astype(np.float32)}
+    assert np.array_equal(training._average(START, first)["w"], first["w"])
+    for number, decay in ((1, 2 / 11), (10**6, largest)):
+        average = training._average(replace(START, round=number, average=zeros), ones)
+        assert average["w"] == pytest.approx(1 - decay)
+
+
+def test_resumed_run_names_both_checkpoints_to_its_clients(tmp_path: Path) -> None:
+    federation(tmp_path, toy_app(), rounds=2, **{"checkpoint-every": 1}).fit(START, lambda *model: {"accuracy": 0.5})
+    resumed = federation(tmp_path, toy_app(), rounds=3, resume=True, **{"checkpoint-every": 1})
+    kept = resumed.run.load_checkpoint()
+    assert kept is not None
+    resumed.restore(kept)
+    task = resumed.training.task_of(1, kept, "0" * 32)
+    assert (task.round, task.accepted_round, task.checkpointed_round, task.previous_checkpointed_round) == (3, 2, 2, 1)
 
 
 def test_task_holds_the_last_accepted_round_of_its_client(tmp_path: Path) -> None:
