@@ -22,7 +22,9 @@ from fedeas_flwr.common.randomness import torch_seed
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.datasets import open_dataset
-from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.data.federated import federated_data, local_data
+from fedeas_flwr.data.node import read_node
+from fedeas_flwr.federation.learners import ClassifierLearner, find_learner
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.learn import trainer as trainer_module
@@ -222,11 +224,37 @@ def test_sweep_of_generators_shows_the_loss(tmp_path: Path) -> None:
         make_sweep({}, ["task=classifier,generator"], tmp_path)
 
 
+def test_warm_up_is_in_rounds_and_no_images_have_no_loss(tmp_path: Path) -> None:
+    config = tiny(tmp_path, {"warm-up": 5, "local-steps": 3})
+    assert federated_preset(config).warm_up == 15
+    images, labels = torch.zeros((0, 8, 8, 1), dtype=torch.uint8), torch.zeros(0, dtype=torch.long)
+    assert LocalDenoiser(config, "cpu").loss(initial_state(config)[0], images, labels, 1) == 0
+
+
 def test_held_out_images_are_a_fixed_fraction(tmp_path: Path) -> None:
     config = tiny(tmp_path / "r")
     kept, held_out = split_held_out(config, 3, 50)
     assert sorted([*kept, *held_out]) == list(range(50)) and len(held_out) == 5
     assert np.array_equal(held_out, split_held_out(config, 3, 50)[1])
+
+
+def test_held_out_loss_is_of_the_images_and_noise_of_the_client(tmp_path: Path) -> None:
+    config, images = tiny(tmp_path), np.random.default_rng(0).integers(256, size=(50, 8, 8, 1), dtype=np.uint8)
+    np.savez(tmp_path / "mine.npz", x=images, y=np.arange(50) % 10)
+    node = read_node({"client-id": 9, "data-path": str(tmp_path / "mine.npz")})
+    start, moments = initial_state(config)
+    report = find_learner(config).evaluate(config, local_data(config, node), node, "cpu", start, moments)
+    _, chosen = split_held_out(config, 9, 50)
+    held_out, classes = torch.from_numpy(images[chosen]), torch.from_numpy(chosen % 10)
+    expected = LocalDenoiser(config, "cpu").loss(start, held_out, classes, torch_seed(config.seed, 9))
+    assert (report.client, report.examples, report.loss) == (9, 5, expected)
+
+
+def test_evaluation_network_is_that_of_the_config() -> None:
+    learner, config = ClassifierLearner(), parse_config({"model": "small-cnn"})
+    network = learner._network(config, "cpu")
+    assert learner._network(config, "cpu") is network
+    assert learner._network(config.with_changes(seed=2), "cpu") is not network
 
 
 @pytest.mark.parametrize(
