@@ -115,6 +115,19 @@ def test_images_go_to_the_classes_with_the_highest_scores() -> None:
     assert adaptive().plan(more).tolist() == [[31, 69, 69, 31]]
 
 
+def test_rest_goes_to_the_class_that_is_worth_most_then() -> None:
+    planned, scores = np.zeros(3, dtype=np.int64), np.array([0.0, 1.0, 1.0])
+    view = ClientView(np.array([[20, 1, 0]]), PolicySettings(6.0), [Share(base=2)], 3, [Progress(0, planned, scores)])
+    assert adaptive().plan(view).tolist() == [[0, 1, 1]]  # one fills class 2 up to class 1, and the next is class 1's
+
+
+def test_client_with_a_false_total_has_no_negative_share() -> None:
+    def query(question: str, beta: float) -> dict[int, tuple[int, ...]]:
+        return {0: (9 if beta == 6.0 else 4,), 1: (5 if beta == 6.0 else 7,)}
+
+    assert adaptive().split_total(query, 10, PolicySettings(6.0)) == {0: Share(extra=5), 1: Share()}
+
+
 def test_parts_are_due_until_they_are_bought() -> None:
     policy, shares = adaptive(arguments="rounds=3,5"), [Share(extra=7), Share(extra=4)]
     assert [policy.due(shares, number) for number in range(1, 7)] == [0, 0, 5, 5, 11, 11]
@@ -337,6 +350,55 @@ def test_lost_client_restarts_the_search_for_the_price(tmp_path: Path, monkeypat
     found = bought_in(fit(config, app_that(fails, [])))
     assert set(found[2]["clients"]) == {"1", "2"}
     assert all(sum(item["clients"].values()) == item["images"] for item in found.values())
+
+
+def test_clients_evaluate_in_all_rounds_that_the_policy_needs(tmp_path: Path) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    keys = {
+        "rounds": 3,
+        "policy": "adaptive-disagreement",
+        "policy_args": "rounds=3",
+        "participation": 0.34,
+        "batch_size": 512,
+    }
+    fit(config_of(tmp_path, **keys), app_that(lambda *_: False, seen))
+    assert [question for question, _ in seen].count(EVALUATE) == 2 * 3  # before rounds 2 and 3
+
+
+def test_client_whose_node_reconnected_buys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_round = TrainingRounds.train_round
+
+    def reconnect(self: TrainingRounds, state: Checkpoint) -> Any:
+        outcome = train_round(self, state)
+        if state.round == 0:
+            grid._contexts[77] = grid._contexts.pop(2)
+        return outcome
+
+    monkeypatch.setattr(TrainingRounds, "train_round", reconnect)
+    keys = {"rounds": 2, "policy_args": "rounds=2", "participation": 0.34, "batch_size": 512}
+    config = config_of(tmp_path, **keys, min_replies=0.5, node_wait=0.0)
+    made = federation(config, app_that(lambda *_: False, []))
+    grid: Any = made.grid
+    made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
+    assert set(bought_in(made.run)[2]["clients"]) == {"0", "1", "2"}
+
+
+def test_client_that_is_offline_counts_as_failed_in_a_purchase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not sampled in the round that follows."""
+    train_round = TrainingRounds.train_round
+
+    def disconnect(self: TrainingRounds, state: Checkpoint) -> Any:
+        outcome = train_round(self, state)
+        grid._contexts.pop(1 + min({0, 1, 2} - {*self.sample(2)}))
+        return outcome
+
+    monkeypatch.setattr(TrainingRounds, "train_round", disconnect)
+    keys = {"rounds": 2, "policy_args": "rounds=2", "participation": 0.34, "batch_size": 512}
+    config = config_of(tmp_path, **keys, node_wait=0.0)
+    made = federation(config, app_that(lambda *_: False, []))
+    grid: Any = made.grid
+    with pytest.raises(TooFewRepliesError, match=r"round 2: 1 of 3 clients failed .* its node is offline"):
+        made.fit(Checkpoint(0, *find_learner(config).initial_state(config)), lambda *_: {"accuracy": 0.5, "loss": 1.0})
 
 
 def test_rejected_client_buys_nothing_after_a_resume(tmp_path: Path) -> None:
