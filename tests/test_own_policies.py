@@ -25,9 +25,9 @@ from fedeas_flwr.doctor.inputs import check_policy as policy_findings
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, PolicySettings
+from fedeas_flwr.policies.interface import EMPTY_SHARE, ClientView, PolicySettings, Share
 from fedeas_flwr.policies.matched import MatchedPolicy
-from fedeas_flwr.policies.own import check_policy, find_policy, load_policy, probe_counts
+from fedeas_flwr.policies.own import FunctionPolicy, check_policy, find_policy, load_policy, matched, probe_counts
 from fedeas_flwr.policies.registry import POLICIES, allocate, images_to_generate, split_over_rows
 from fedeas_flwr.runs.checkpoints import Checkpoint
 
@@ -99,6 +99,28 @@ def test_arguments_reach_the_policy() -> None:
     with pytest.raises(ValueError, match=r"total=5: policy 'users_policies:up_to' sets its own total"):
         allocate(counts, find_policy("users_policies:up_to"), total=5)
     assert allocate(counts, find_policy("users_policies:same_budget"), total=5).sum() == 5
+
+
+def test_function_is_not_called_for_a_client_without_images() -> None:
+    view = ClientView(np.array([[0, 0], [1, 2]]), PolicySettings(6.0))
+    assert FunctionPolicy(lambda counts: counts + 5).plan(view).tolist() == [[0, 0], [6, 7]]
+
+
+@pytest.mark.parametrize("parts", [(), (2, 3), (1, 3, 2), (1, 1)])
+def test_parts_of_a_policy_ascend_from_round_1(parts: tuple[int, ...]) -> None:
+    policy = FunctionPolicy(lambda counts: counts + 5, "plus five")
+    policy.max_total = lambda samples, *_: samples + 50  # type: ignore[assignment, method-assign]
+    check_policy(policy, probe_counts(10), PolicySettings(6.0))
+    policy.parts = parts
+    with pytest.raises(ConfigError, match=r"'plus five' has parts = .*: must be ascending rounds from 1"):
+        check_policy(policy, probe_counts(10), PolicySettings(6.0))
+
+
+def test_matched_policy_without_images_cannot_spend_a_total() -> None:
+    policy = matched(lambda counts: 0 * counts)
+    assert policy.split_total(lambda *_: {3: (0, 0)}, 10, PolicySettings(6.0)) == {3: Share()}
+    with pytest.raises(ConfigError, match="plans no image for any client, so 9 cannot be spent"):
+        policy.split_total(lambda *_: {3: (9, 0)}, 10, PolicySettings(6.0))
 
 
 def test_plan_rejects_what_a_run_rejects() -> None:

@@ -52,6 +52,18 @@ def test_per_client_plans_equal_the_federations_plan(counts: IntArray, settings:
         assert np.array_equal(planned, allocate(counts, name, **keys, total=total, round=1))
 
 
+def test_client_with_all_classes_may_plan_its_whole_share_and_no_more() -> None:
+    policy, settings, share = POLICIES["uniform"], PolicySettings(6.0), Share(base=3, extra=1)
+    assert policy.plan(ClientView(np.array([[9, 1, 1, 1]]), settings, [share])).sum() == 13
+    assert policy.max_total(12, 4, settings, share) == 13
+
+
+@pytest.mark.parametrize("policy", MATCHED)
+def test_matched_policy_with_a_total_generates_without_beta(policy: MatchedPolicy) -> None:
+    assert policy.generates(PolicySettings(0.0, total=50))
+    assert not policy.generates(PolicySettings(0.0)) and not policy.generates(PolicySettings(0.0, total=0))
+
+
 def test_plan_of_round_0_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^round=0: must be an integer of at least 1$"):
         allocate([[3, 0]], "fedeas-in-parts", beta=6.0, round=0)
