@@ -19,6 +19,7 @@ from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.common.errors import ConfigError, MessageError, RunError
 from fedeas_flwr.config import STRATEGIES
 from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.runs.directory import RunDirectory
@@ -106,6 +107,20 @@ def test_disclosures_are_collected_once_and_kept_on_resume(tmp_path: Path, name:
     resumed = finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))
     assert questions() == ["identity"] * 4
     assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_disclosures_are_stored_in_ascending_client_id(tmp_path: Path, name: str) -> None:
+    class ReversedGrid(InlineGrid):
+        def get_node_ids(self) -> list[int]:
+            return sorted(super().get_node_ids(), reverse=True)
+
+    config = quick(tmp_path / "r", policy="none", **DISCLOSING[name])
+    strategy, grid = build_strategy(config), ReversedGrid(client_app, 4, config.to_user_dict())
+    made = Federation(grid, config, strategy, RunDirectory.start(config, {}))
+    assert isinstance(strategy, NeedsDisclosure) and made.clients.discover() == 4
+    made.clients.collect_disclosures(strategy)
+    assert list(strategy.disclosing_clients()) == [0, 1, 2, 3]
 
 
 class OfflineNodesGrid(RecordingGrid):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from requires_gpu import DEVICES
 from runners import finish, quick, small, weights
@@ -37,7 +37,7 @@ from fedeas_flwr.strategies.fedgen_generator import (
     train_generator,
 )
 from fedeas_flwr.strategies.interface import ClientRound
-from fedeas_flwr.strategies.records import to_arrays, to_record
+from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays, to_record
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
@@ -173,6 +173,14 @@ def aggregate(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]])
     arrays, _ = strategy.aggregate_train(number, taken)
     assert arrays is not None
     return to_arrays(arrays)
+
+
+def test_head_without_bias_has_a_bias_of_zeros() -> None:
+    strategy, weight = FedGen(quick(Path("/nowhere"), **FEDGEN), 4), np.ones((10, 4), np.float32)
+    strategy.receive_disclosures({0: {"counts": np.arange(10)}})
+    content = RecordDict({ARRAYS: to_record({"fc.weight": weight}), METRICS: MetricRecord({"client-id": 0})})
+    heads = strategy._heads([Message(content, 1, "train")])
+    assert heads.bias.tolist() == [[0.0] * 10] and heads.counts.tolist() == [[float(n) for n in range(10)]]
 
 
 def test_generator_training_does_not_modify_its_input() -> None:
@@ -335,6 +343,16 @@ def test_disclosed_counts_are_real_and_noise_is_integer_laplace(tmp_path: Path) 
     assert np.abs(drawn).mean() == pytest.approx(10, rel=0.1)  # Laplace: the mean absolute deviation is its scale
     few = np.stack([label_counts(noisy, pixels, labels[:1])["counts"] for _ in range(20)])
     assert few.min() == 0  # never negative
+
+
+def test_fedgen_rejects_model_whose_fc_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = IdentityFeatures()
+    monkeypatch.setattr("fedeas_flwr.strategies.fedgen.build_network", lambda config: network)
+    config = quick(Path("/nowhere"), **FEDGEN)
+    assert isinstance(build_strategy(config), FedGen)
+    network.requires_grad_(False)
+    with pytest.raises(ConfigError, match="needs a network that ends in a trained Linear named fc"):
+        build_strategy(config)
 
 
 def test_fedgen_rejects_model_without_fc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,8 @@ def test_client_draws_means_of_other_clients_reproducibly() -> None:
     assert set(drawn.tolist()) == {0, 2, 3}  # rows of all but client 7
     assert torch.equal(drawn, part.prepare(task(config, 7, [2, 7, 9, 11])).tables["other"])
     assert part.prepare(task(config, 7, [7])).tables["other"].tolist() == [0] * 200  # there is no other client
+    first, second = (part.prepare(task(config, client, [2, 9])).tables["other"] for client in (3, 4))
+    assert not torch.equal(first, second)  # each client has its own random numbers
 
 
 def test_fedmix_with_lambda_zero_is_fedavg_bitwise(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fedeas_flwr.config import STRATEGIES, BuiltinStrategy, parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
+from fedeas_flwr.strategies.flower import has_unknown_state
 from fedeas_flwr.strategies.registry import build_strategy, client_part, table_rows
 
 PACKAGE = Path(__file__).parents[2] / "fedeas_flwr"
@@ -152,3 +153,13 @@ def test_no_module_but_its_own_names_a_strategy() -> None:
         names = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         found += [(module, name) for name in names & STRATEGIES.keys() if module != f"strategies/{name}"]
     assert found == []
+
+
+@pytest.mark.parametrize("dp", ["none", "server-fixed", "server-adaptive"])
+def test_state_is_unknown_of_strategies_without_methods_for_it(dp: str) -> None:
+    def is_unknown(strategy: str) -> bool:
+        keys = {"strategy": strategy, "dp": dp, "participation": 1.0, "dp_noise_multiplier": 0.2}
+        return has_unknown_state(build_strategy(quick(Path("/nowhere"), policy="none", **keys)))
+
+    known = [is_unknown(strategy) for strategy in ("fedavg", "users_strategies:SlowStartWithState")]
+    assert known == [False, False] and is_unknown("users_strategies:SlowStart")

@@ -76,6 +76,12 @@ def one_round(folder: Path, **keys: Any) -> tuple[Federation, Checkpoint]:
     return made, made.training.train_round(START)[0]
 
 
+@pytest.mark.parametrize(("keys", "noise"), [({}, 3 / 20), ({"dp_count_noise": 0.7}, 0.7)])
+def test_noise_on_the_count_is_the_configured_one(keys: dict[str, Any], noise: float) -> None:
+    config = quick(Path("/nowhere"), dp="server-adaptive", **{**TINY, "dp_noise_multiplier": 0.02}, **keys)
+    assert build_strategy(config).inner.clipped_count_stddev == noise  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_dp_without_noise_is_unweighted_mean_of_clipped_updates(tmp_path: Path, dp: str) -> None:
     # Updates of norm 100, 200, 300 clipped to 150: steps 1, 1.5, 1.5 and their mean, not weighted by samples.

@@ -242,6 +242,12 @@ def test_random_networks_train_reproducibly_in_parallel(network: str, kind: str,
         sys.setswitchinterval(before)
 
 
+def test_average_of_tensors_keeps_the_order_of_the_model() -> None:
+    states = [{"n": torch.tensor(number), "w": torch.ones(2), "m": torch.tensor(number)} for number in (2, 5)]
+    average = weighted_average(states, [1, 1])
+    assert list(average) == ["n", "w", "m"] and int(average["n"]) == int(average["m"]) == 4
+
+
 def test_average_is_the_same_for_arrays_and_tensors() -> None:
     rng = np.random.default_rng(0)
     states = [{"w": rng.normal(size=(3, 2)).astype(np.float32), "n": np.array(k, dtype=np.int64)} for k in (1, 2, 10)]
