@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -139,6 +143,16 @@ def test_lost_shard_is_regenerated_without_the_others(tmp_path: Path) -> None:
     assert generated == 5 and np.array_equal(images, whole)
 
 
+def test_intact_shard_of_another_size_is_regenerated(tmp_path: Path) -> None:
+    cache, content = ImageCache(tmp_path), io.BytesIO()
+    before, _, _ = cache.ensure(Fake(), seed=0, client=0, wanted=[0, 4, 0])
+    np.save(content, np.zeros((4, 9, 9, 2), np.uint8))
+    (shard,) = tmp_path.rglob("class-001/*.npy")
+    shard.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+    after, _, generated = cache.ensure(Fake(), seed=0, client=0, wanted=[0, 4, 0])
+    assert generated == 4 and np.array_equal(before, after)
+
+
 def test_generator_failure_loses_only_one_chunk(tmp_path: Path) -> None:
     class FailingGenerator(Fake):
         batch_size = 2
@@ -272,7 +286,10 @@ def test_fill_names_arguments_of_a_wrong_type(wrong: dict[str, Any], why: str) -
         fill(**{**arguments, "generator": Fake(), **wrong})
 
 
-@pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
+TOO_LARGE = json.dumps({"generator": "fake", "seed": 1, "more": "x" * 2**20})
+
+
+@pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, "", pytest.param(TOO_LARGE, id="too large")])
 def test_find_ignores_damaged_manifests(tmp_path: Path, damaged: str) -> None:
     cache = ImageCache(tmp_path)
     cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
@@ -280,6 +297,23 @@ def test_find_ignores_damaged_manifests(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "other" / "manifest.json").write_text(damaged)
     assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
     assert cache.find({"generator": "fake"}, 2) is None
+
+
+def test_find_returns_the_images_used_last(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    for fingerprint in ("old", "new", "other"):
+        cache.ensure(Fake(fingerprint), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+        os.utime(tmp_path / cache.key(Fake(fingerprint), 1) / "manifest.json", (1000, 1000))
+    cache.ensure(Fake("new"), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake("new"), 1)
+
+
+def test_peek_returns_at_most_the_requested_number(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    made = [cache.ensure(Fake(), seed=1, client=client, wanted=[3, 0, 0])[0] for client in (1, 0)]
+    folder = tmp_path / cache.key(Fake(), 1)
+    assert np.array_equal(cache.peek(folder, 0, 4), np.concatenate(made[::-1])[:4])
+    assert len(cache.peek(folder, 0, 9)) == 6
 
 
 def test_find_ignores_a_manifest_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,16 @@ def test_images_of_a_new_plan_replace_those_of_the_old_one(data: FederatedData, 
     assert alive() is None and kept.find(CONFIG, data, 3, (0, 6)) is more
 
 
+def test_images_of_an_old_plan_leave_a_full_gpu(data: FederatedData, free: list[int]) -> None:
+    kept, images = ImagesOnGpu(), some_images()
+    kept.keep(CONFIG, data, 3, (0, 5), images)
+    alive = weakref.ref(images)
+    del images
+    free[0] = 25
+    kept.keep(CONFIG, data, 3, (0, 6), some_images())
+    assert alive() is None and kept.find(CONFIG, data, 3, (0, 6)) is None
+
+
 def test_find_returns_nothing_for_reloaded_data(data: FederatedData, free: list[int]) -> None:
     kept = ImagesOnGpu()
     kept.keep(CONFIG, data, 3, (0, 5), some_images())
