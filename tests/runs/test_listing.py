@@ -53,7 +53,10 @@ def test_state_depends_on_whether_the_process_is_alive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "processes",
-    [None, 5, [5], [None], [{"host": "another"}], [{"pid": "x", "started": 1, "host": "h"}], {"pid": 1}, "all"],
+    [
+        *(None, 5, [5], [None], [{"host": "another"}], {"pid": 1}, "all"),
+        *([{"pid": pid, "started": 1, "host": "h"}] for pid in ("x", 0, -1, 2**31, True)),
+    ],
 )
 def test_damaged_status_counts_as_interrupted(tmp_path: Path, processes: object) -> None:
     run = RunDirectory.start(small(tmp_path / "r"), {})

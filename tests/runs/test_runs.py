@@ -25,7 +25,14 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export
-from fedeas_flwr.runs.metrics import describe_gaps, rounds_to_threshold, summarise
+from fedeas_flwr.runs.metrics import (
+    accuracy_drops,
+    describe_gaps,
+    images_not_made,
+    rounds_to_threshold,
+    summarise,
+    took_no_steps,
+)
 
 
 def config(folder: Path, **changes: object):
@@ -111,6 +118,15 @@ def test_damaged_earlier_checkpoint_does_not_replace_the_last(tmp_path: Path) ->
     assert run.load_checkpoint() is not None
 
 
+def test_missing_checkpoint_is_no_new_run_if_there_is_an_earlier_one(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_checkpoint(checkpoint())
+    run.save_checkpoint(checkpoint())
+    (run.path / "checkpoint.safetensors").unlink()
+    with pytest.raises(RunError, match=r"--previous` continues from the one before it, round 3"):
+        run.load_checkpoint()
+
+
 def test_damaged_model_is_rejected_by_name(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.save_model({"w": np.arange(3)})
@@ -140,6 +156,35 @@ def test_resume_with_another_config_names_the_key(tmp_path: Path) -> None:
     RunDirectory.start(config(folder, resume=True, rounds=40, backend="inline", actors=2), {})
     with pytest.raises(RunError, match="not a run directory"):
         RunDirectory.start(config(tmp_path / "other", resume=True), {})
+
+
+def test_resumed_run_keeps_its_recorded_inputs(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.record_inputs("digits", ["a", "b"], {"model": "12"}, "few images")
+    RunDirectory.start(config(tmp_path / "r", resume=True), {"python": "4"})
+    assert (run.classes(), run.files(), run.generator_warning()) == (["a", "b"], {"model": "12"}, "few images")
+    assert run.environment() == {"python": "4"}
+    run.record_inputs("digits", ["a", "b"], {"bank": "34"})  # the model's file is missing now
+    assert run.files() == {"model": "12", "bank": "34"}
+    with pytest.raises(RunError, match=r"its class 1 is 'c', but 'b' in the run"):
+        run.record_inputs("digits", ["a", "c"], {})
+
+
+def test_stop_reason_is_that_of_the_last_round_only(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.append_round(record(1, 0.5))
+    run.save_summary({"rounds": 1, "stopped": "enough"})
+    assert run.stop_reason() == "enough"
+    run.append_round(record(2, 0.5))  # resumed without the callback
+    assert run.stop_reason() == ""
+
+
+def test_resume_without_a_number_of_clients_takes_the_recorded_one(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r", clients=0), {})
+    run.record_clients(4)
+    run.check_ready(config(tmp_path / "r", clients=0, resume=True))
+    with pytest.raises(RunError, match=r"clients = 5, but .* clients = 4"):
+        run.check_ready(config(tmp_path / "r", clients=5, resume=True))
 
 
 def test_truncated_line_is_ignored_and_truncate_drops_rounds(tmp_path: Path) -> None:
@@ -241,6 +286,30 @@ def test_summary_by_hand() -> None:
     assert (summary["rounds_to_threshold"], summary["total_generated"]) == (6, 250)
     assert summary["seconds"] == {"clients": 25.0}
     assert rounds_to_threshold([0.1, 0.2], 0.5) is None
+
+
+def test_accuracy_drop_is_from_the_median_of_the_13_rounds_around_it() -> None:
+    accuracies = [0.5] * 14 + [0.6, 0.3] + [0.6] * 9  # around round 16: five times 0.5, seven times 0.6
+    assert accuracy_drops(accuracies) == {16: pytest.approx(0.3)}
+    early = [accuracy_drops([0.5] * before + [0.3] + [0.5] * 12) for before in (9, 10)]
+    assert early == [{}, {11: pytest.approx(0.2)}]  # rounds up to the tenth do not count
+
+
+def test_images_not_made_are_those_of_a_clients_last_round() -> None:
+    limited = [{"client": client, "images": 10 * client} for client in (1, 2, 3)]
+    rounds = [
+        {"clients": [1, 2, 3], "not_made": limited[::-1]},
+        {"clients": [2]},  # no limit any more
+        {"clients": [3], "not_made": [{"client": 3, "images": 7}]},
+    ]
+    assert images_not_made(rounds) == [{"client": 1, "images": 10}, {"client": 3, "images": 7}]
+
+
+def test_only_classifiers_that_reply_can_lack_steps() -> None:
+    assert took_no_steps({"steps": 0, "clients": [2], "accuracy": 0.5})
+    assert not took_no_steps({"steps": 0, "clients": [2], "loss": 0.5})  # a generator's
+    assert not took_no_steps({"steps": 0, "clients": [], "accuracy": 0.5})
+    assert not took_no_steps({"steps": 3, "clients": [2], "accuracy": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -345,6 +414,13 @@ def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:
     run.save_summary(summarise(run.rounds(), 0.5))
     run.set_status("finished")
     return run
+
+
+def test_export_leaves_out_paths_in_the_reason_for_a_stop(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", [0.5])
+    run.save_summary({**run.summary(), "stopped": "enough, see /home/me/notes.txt"})
+    export(run, tmp_path / "record")
+    assert RunDirectory(tmp_path / "record").summary()["stopped"] == "enough, see …"
 
 
 def test_export_replaces_an_earlier_record_of_the_same_run(tmp_path: Path) -> None:

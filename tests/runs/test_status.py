@@ -55,6 +55,16 @@ def test_start_of_a_run_is_its_launchers(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.seconds_since_start() == 0.0, "a run that does not run has no start"
 
 
+def test_started_process_replaces_those_that_run_it(tmp_path: Path) -> None:
+    run = RunDirectory.start(small(tmp_path / "r"), {})
+    assert [process["pid"] for process in run.processes()] == [os.getpid()]
+    run.set_status("running", pid=os.getppid())
+    assert [process["pid"] for process in run.processes()] == [os.getppid()]
+    for _ in range(2):
+        run.set_status("running")
+    assert [process["pid"] for process in run.processes()] == [os.getppid(), os.getpid()]
+
+
 def test_concurrent_status_writers_do_not_overwrite_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, server = (RunDirectory(RunDirectory.start(small(tmp_path / "r"), {}).path) for _ in range(2))
     has_read, may_write = threading.Event(), threading.Event()
