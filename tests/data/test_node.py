@@ -127,6 +127,15 @@ def test_node_trains_on_its_own_images(tmp_path: Path) -> None:
     assert len(split.train(0)[1]) + kept.sum() == len(y)
 
 
+def test_test_images_of_a_node_depend_on_the_partition_seed(tmp_path: Path) -> None:
+    images = np.arange(40, dtype=np.uint8)[:, None, None, None] * np.ones((8, 8, 1), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=images, y=np.arange(40) % 2)
+    node = read_node({"client-id": 9, "data-path": str(tmp_path / "mine.npz")})
+    configs = [parse_config({"protocol": "paper", "partition-seed": seed}) for seed in (1, 2)]
+    first, second = (set(local_data(config, node).test(0)[0][:, 0, 0, 0].tolist()) for config in configs)
+    assert len(first) == len(second) == 10 and first != second
+
+
 def test_node_whose_file_changed_reads_it_again(tmp_path: Path) -> None:
     config, images = parse_config({}), np.zeros((20, 8, 8, 1), np.uint8)
     np.savez(tmp_path / "mine.npz", x=images, y=np.arange(20) % 2)
