@@ -39,6 +39,13 @@ def test_gain_is_relative_to_the_same_run_without_images(tmp_path: Path) -> None
     assert gain_and_efficiency(alone[-1], alone) is None  # FedProx is not a baseline for FedAvg
 
 
+def test_baseline_of_a_trained_generator_has_no_such_keys(tmp_path: Path) -> None:
+    none = write_run(tmp_path / "none", [0.5])
+    fedeas = write_run(tmp_path / "fedeas", [0.7], images=400, policy="fedeas", generator="federated")
+    groups = grouped(none, fedeas)
+    assert gain_and_efficiency(groups[-1], groups) == pytest.approx((20.0, 50.0))
+
+
 def test_gain_uses_the_baseline_with_the_closest_config(tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", [0.2], gamma_hat="all-state", seed=2)
     near = write_run(tmp_path / "near", [0.5])

@@ -11,6 +11,7 @@ import pytest
 from records import found_in, record, smoke_cells
 
 from fedeas_flwr.partition import LEAKAGE
+from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import Document, as_html, as_markdown
@@ -47,6 +48,30 @@ def test_last_20_mean_sd_and_difference_by_hand(tmp_path: Path) -> None:
     row = next(row for row in tables.column_table(results, DEFAULT_COLUMN).rows if row[0] == "FedAvg")
     ours, images = ["52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59"], "0"
     assert row == ["FedAvg", *ours, images, "5.0"]
+
+
+def test_runs_that_stopped_early_do_not_count(tmp_path: Path) -> None:
+    record(tmp_path / "short", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY[:100])
+    assert found_in(tmp_path).of(f"{DEFAULT_COLUMN}/fedavg") == []
+
+
+def test_runs_with_another_form_of_gamma_hat_are_no_repetitions(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
+    record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedavg", 1, [0.5] * 200, keys={"gamma-hat": "all-state"})
+    results = found_in(tmp_path)
+    runs = {form: results.of(f"{DEFAULT_COLUMN}/fedavg", form) for form in ("", "trainable", "all-state")}
+    names = {form: [run.path.name for run in found] for form, found in runs.items()}
+    assert names == {"": ["a"], "trainable": ["a"], "all-state": ["b"]} and results.repeated == []
+
+
+def test_planned_images_are_those_of_clients_that_took_part(tmp_path: Path) -> None:
+    name = f"{BETA_SWEEP_COLUMN}/fedeas"
+    rounds = record(tmp_path / "a", name, scale="smoke") / "rounds.jsonl"
+    records = [json.loads(line) | {"clients": [0, 2]} for line in rounds.read_text().splitlines()]
+    rounds.write_text("".join(json.dumps(one) + "\n" for one in records))
+    (run,) = found_in(tmp_path, "smoke").of(name)
+    plan = planned_allocation(run.config, planned_counts(run.config)).sum(axis=1)
+    assert run.planned_images() == plan[0] + plan[2] < plan.sum()
 
 
 def test_one_seed_has_no_sd_and_missing_cells_are_dashes(tmp_path: Path) -> None:
@@ -260,6 +285,20 @@ def test_page_has_every_table_and_figure(page: ReproducedPage) -> None:
     assert sum(bool(runs) for runs in results.cells.values()) == len(results.cells) - 1
     tables_made = [table for section in made for table in section.tables]
     assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
+
+
+def test_command_for_missing_runs_asks_for_what_is_not_given() -> None:
+    def command(*given: str, cells: tuple[str, ...] = ("c10-k20-a0.1/fedeas",)) -> tuple[list[str], str]:
+        words, note = missing_runs_command("full", {"--set": given}, ["fig1"], cells)
+        return [word for word in words.split() if "=" in word], note
+
+    both = ("c10-k20-a0.1/fedeas", "c100-k20-a0.1/fedeas")
+    assert command() == (["data-dir=DIR", "generator=DIR", "backend=inline"], "")
+    assert command("backend=ray", "generator=g")[0] == ["backend=ray", "generator=g", "data-dir=DIR"]
+    words, note = command(cells=both)
+    assert words == ["data-dir=DIR", "backend=inline"] and note.startswith("The runs use the generators in ")
+    assert command("generator=g", cells=both)[1] == ""
+    assert command(cells=("c10-k20-a0.1/fedavg",))[0] == ["data-dir=DIR", "backend=inline"]
 
 
 def test_page_names_missing_runs_and_the_command_for_them(

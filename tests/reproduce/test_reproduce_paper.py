@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.config_files import absolute_paths, parse_overrides, read_config
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_counts, planned_images
 from fedeas_flwr.policies.registry import allocate
@@ -175,6 +176,12 @@ def test_conf_files_equal_their_cells(clients: int) -> None:
     mine = cell(f"c10-k{clients}-a0.1/fedeas").config("full", 1)
     told = {key: value for key, value in mine.to_user_dict().items() if key not in ("gamma-hat", "generator")}
     assert told == {key: value for key, value in file.to_user_dict().items() if key not in ("gamma-hat", "generator")}
+
+
+def test_generators_of_one_experiment_are_any_diffusion_models() -> None:
+    builtin, folder, bank = (parse_config({"generator": g}) for g in ("builtin", "/my/model", "bank:/my/images.npz"))
+    assert experiment_key(builtin)["generator"] == experiment_key(folder)["generator"] == "diffusion"
+    assert experiment_key(bank)["generator"] == "bank"
 
 
 @pytest.mark.parametrize("scale", SCALES)
