@@ -77,7 +77,7 @@ def deliver(
 
 def collect(grid: Grid, sent: Sequence[Message]) -> dict[int, Message]:
     """Return the replies to messages that `deliver` sent without getting one, as far as they are here now, by node."""
-    if not sent or isinstance(grid, InlineGrid):
+    if not sent:
         return {}
     by_id = _by_id(sent)
     return _by_node(by_id, list(grid.pull_messages(by_id)))
