@@ -99,7 +99,6 @@ class Federation:
         if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.disclosing_clients():
             self.clients.collect_disclosures(self.strategy)
             self.clients.manager.admitted = self.strategy.disclosing_clients()
-        start = replace(start, shares=self.clients.shares_to_keep())
         self._recorded, self._checkpointed_round, self._round_in_progress = start, start.round, start.round
         try:
             state = self._run_rounds(start, test)
