@@ -109,7 +109,7 @@ class FedMix(FedAvg):
 
     def load_state(self, state: StrategyState) -> None:
         """Restore the disclosed means."""
-        self._means, self._sent = dict(state.arrays), {}
+        self._means = dict(state.arrays)
 
 
 # ----------------------------------------------------------------------------------------------- client
