@@ -126,7 +126,7 @@ class Adaptive(InParts, MatchedPolicy):
         ``held_out`` is the fraction of its real images that a client does not train on before the last part.
         """
         made = super().with_arguments(rounds, first)
-        made._held_out = _fraction("held_out", held_out) if made.parts[1:] else 0.0
+        made._held_out = _fraction("held_out", held_out)
         return made
 
     def plan(self, view: ClientView) -> IntArray:
