@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from label_counts import betas, tables
 from runners import CHEAP, black_bank, client_state, finish, quick, run_in_process, small, weights
-from users_policies import Nameless
+from users_policies import ByBeta, Nameless
 
 from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.common.errors import ConfigError, RunError
@@ -248,7 +248,16 @@ def test_policy_without_a_name_has_its_path_as_name() -> None:
     policy = find_policy("users_policies:Nameless")
     check_policy(policy, probe_counts(10), PolicySettings(6.0))
     assert policy.name == "users_policies:Nameless"
-    assert not allocate([[3, 0, 1]], Nameless()).any()
+    assert not allocate([[3, 0, 1]], Nameless(), beta=2).any()
+
+
+def test_policy_class_that_declares_no_settings_gets_them_all(tmp_path: Path) -> None:
+    assert allocate([[3, 0, 1]], ByBeta(), beta=7).tolist() == [[0, 7, 0]]
+    config = quick(tmp_path, policy="users_policies:ByBeta", beta=7, clients=4)
+    counts = planned_counts(config)
+    assert np.array_equal(planned_allocation(config, counts), 7 * (counts == 0))
+    with pytest.raises(ValueError, match="beta=None"):
+        allocate([[3, 0, 1]], ByBeta())
 
 
 def test_doctor_checks_the_policy() -> None:

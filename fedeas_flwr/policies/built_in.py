@@ -11,6 +11,7 @@ class NoImages(Policy):
     """Add nothing."""
 
     name = "none"
+    settings = frozenset()
     is_baseline = True
 
     def plan(self, view: ClientView) -> IntArray:
@@ -84,6 +85,7 @@ class FullBalance(Policy):
     """Fill every class up to the client's largest class."""
 
     name = "full-balance"
+    settings = frozenset()
 
     def plan(self, view: ClientView) -> IntArray:
         """Return the samples that make the counts equal."""

@@ -74,8 +74,8 @@ class Policy(Protocol):
 
     name: str = ""
     """Its name in reports; an imported policy without one has its import path."""
-    settings: frozenset[str] = frozenset()
-    """Fields of `PolicySettings` that the plan depends on."""
+    settings: frozenset[str] = frozenset({"beta", "gamma", "strict_mean"})
+    """Fields of `PolicySettings` that the plan depends on; a policy may get any value in the others."""
     repeats: bool = False
     """Whether the plan counts copies of the client's own images; nothing is generated then."""
     is_baseline: bool = False

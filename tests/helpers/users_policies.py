@@ -50,6 +50,13 @@ class Nameless(Policy):
         return np.zeros_like(view.counts)
 
 
+class ByBeta(Policy):
+    """Generate β images of each class that a client lacks; it does not declare that it uses β."""
+
+    def plan(self, view: ClientView) -> IntArray:
+        return np.where(view.counts == 0, int(view.settings.beta), 0)
+
+
 # ------------------------------------------------------------------------------------------------------- wrong
 
 
