@@ -30,8 +30,8 @@ from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesErr
 from fedeas_flwr.policies.interface import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import NO_STEPS, STARTUP, summarise, took_no_steps
-from fedeas_flwr.strategies.flower import FlowerStrategyAdapter, has_unknown_state
+from fedeas_flwr.runs.metrics import LOST, STARTUP, UNSAVED, round_warnings, summarise
+from fedeas_flwr.strategies.flower import FlowerStrategyAdapter, unsaved_attributes
 from fedeas_flwr.strategies.interface import NeedsDisclosure, Stateful
 from fedeas_flwr.strategies.records import to_record
 from fedeas_flwr.training.evaluation import Evaluate
@@ -60,7 +60,8 @@ class Federation:
         self.before_checkpoint: Callable[[], Callable[[], None]] = lambda: lambda: None
         self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
         self.stopped = ""
-        self._warned = False  # of a round without training steps
+        self._warned: set[str] = set()
+        self._attributes, self._lost = unsaved_attributes(strategy), list[str]()
 
     def restore(self, start: Checkpoint) -> None:
         """Load the server's state from ``start``.
@@ -76,9 +77,8 @@ class Federation:
             self.strategy.noise = self.run.noise(begun=start.round > 0)
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
-        if start.round and has_unknown_state(self.strategy):
-            text = "strategy = '%s' has no state() and load_state(): state that it keeps between rounds starts anew"
-            log(WARNING, text, self.config.strategy)
+        if start.round:
+            self._lost = next((record.get(UNSAVED, []) for record in self.run.rounds()[-1:]), [])
         if isinstance(self.strategy, NeedsDisclosure):
             self.clients.manager.admitted = self.strategy.disclosing_clients() or None
 
@@ -175,9 +175,10 @@ class Federation:
             score = "accuracy" if "accuracy" in measured else "loss"
             if measured[score] is not None:
                 log(INFO, "[round %d/%d] %s %.4f", state.round, self.config.rounds, score, measured[score])
-            if took_no_steps(record) and not self._warned:
-                log(WARNING, NO_STEPS, state.round, self.config.min_batch)
-                self._warned = True
+            for kind, warning in round_warnings(record, self.config).items():
+                if kind not in self._warned:
+                    log(WARNING, "%s", warning)
+                    self._warned.add(kind)
             self.stopped = self.on_round_end(record) or ""
 
         def finish_round_logging_errors() -> None:
@@ -220,6 +221,9 @@ class Federation:
         refused = sorted(self.clients.refused.items()) if state.round == 1 else []  # recorded with the first round
         absent = max(0, self.config.clients - len(self.clients.nodes))
         limited = [{"client": report.client, "images": report.not_made} for report in reports if report.not_made]
+        attributes = unsaved_attributes(self.strategy)
+        unsaved = sorted(name for name, found in attributes.items() if self._attributes.get(name) != found)
+        lost, self._lost = self._lost, []
         return {
             "train_loss": loss,
             **({"epsilon": spent["epsilon"]} if spent else {}),
@@ -231,6 +235,8 @@ class Federation:
             "rejected": sum(report.rejected for report in reports),
             **({"not_made": limited} if limited else {}),
             "steps": sum(report.steps for report in reports),
+            **({UNSAVED: unsaved} if unsaved else {}),
+            **({LOST: lost} if lost else {}),
         }
 
     def _checkpoint(self, state: Checkpoint) -> None:

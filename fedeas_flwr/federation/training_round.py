@@ -32,7 +32,7 @@ from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.interface import SendsExtra, Stateful
-from fedeas_flwr.strategies.records import ARRAYS, to_arrays, to_record
+from fedeas_flwr.strategies.records import ARRAYS, ArrayMismatchError, read_validated, to_arrays, to_record
 
 log = logging.getLogger("flwr").log
 
@@ -111,15 +111,12 @@ class TrainingRounds:
 
         # 5. Aggregate the trainable arrays by the strategy.
         arrays, _ = self.strategy.aggregate_train(number, [reply.message for reply in accepted])
-        if arrays is None:
-            replied = counted(len(accepted), "reply", "replies")
-            raise RunError(f"round {number}: strategy = '{self.config.strategy}' returned no model for {replied}")
+        trainable = self._checked_model(number, arrays, len(accepted), state.trainable)
 
         # 6. Average the buffers (BatchNorm statistics), weighted by the clients' real samples N_k.
         buffers = weighted_average([reply.buffers for reply in accepted], [report.examples for report in reports])
 
         self._steps |= {report.client: report.steps for report in reports}
-        trainable = cast_like(to_arrays(arrays), state.trainable)
         new_state = Checkpoint(
             round=number,
             trainable=trainable,
@@ -137,6 +134,19 @@ class TrainingRounds:
             "training": sum(report.seconds_training for report in reports),
         }
         return new_state, RoundOutcome(reports, failures, seconds, gamma_hat)
+
+    def _checked_model(self, number: int, record: ArrayRecord | None, replies: int, model: Arrays) -> Arrays:
+        """Return the strategy's model; raise RunError if there is none, or if its names, shapes or values are wrong."""
+        strategy = f"round {number}: strategy = '{self.config.strategy}' returned"
+        if record is None:
+            raise RunError(f"{strategy} no model for {counted(replies, 'reply', 'replies')}")
+        arrays = to_arrays(record)
+        if missing := [key for key in model if key not in arrays]:
+            raise RunError(f"{strategy} a model without {missing[0]}")
+        try:
+            return read_validated(to_record(cast_like(arrays, model)), model)
+        except ArrayMismatchError as error:
+            raise RunError(f"{strategy} a wrong model: {error}") from None
 
     def sample(self, number: int) -> list[int]:
         """Return the round's clients in ascending order: drawn uniformly without replacement, by seed and round."""

@@ -20,7 +20,7 @@ from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.planning.run_plan import planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import NO_STEPS, took_no_steps
+from fedeas_flwr.runs.metrics import round_warnings
 
 if TYPE_CHECKING:
     from fedeas_flwr.generators.learn.trainer import TrainingProgress
@@ -138,7 +138,7 @@ class RoundProgress:
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._bar: Progress | None = None
-        self._warned = False  # of a round without training steps
+        self._warned: set[str] = set()
 
     def __enter__(self) -> RoundProgress:
         if self._console.is_terminal:
@@ -228,10 +228,10 @@ class RoundProgress:
             self._console.print(
                 f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{remaining}", highlight=False
             )
-        if took_no_steps(record) and not self._warned:
-            warning = NO_STEPS % (record["round"], self._run.config().min_batch)
-            self._console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-            self._warned = True
+        for kind, warning in round_warnings(record, self._run.config()).items():
+            if kind not in self._warned:
+                self._console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)
+                self._warned.add(kind)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

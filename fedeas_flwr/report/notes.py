@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedeas_flwr.common.text import MAX_NAMED, counted
 from fedeas_flwr.report.groups import Group, Member, comparable_baseline, weak_gain, why_no_gain
+from fedeas_flwr.runs.metrics import LOST
 
 WEAK = "†"
 """Mark of a gain that says little."""
@@ -14,7 +15,7 @@ WEAK = "†"
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
     gains = (generator_notes, no_gain_notes, seed_notes, weak_gain_notes)
-    endings = (unfinished_notes, stop_notes, gap_notes)
+    endings = (unfinished_notes, stop_notes, gap_notes, lost_state_notes)
     makers = (*endings, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
     return [note for make in makers for note in make(groups)]
 
@@ -52,6 +53,18 @@ def gap_notes(groups: Sequence[Group]) -> list[str]:
         for group in groups
         for member in group.members
         if "gaps" in member.summary
+    ]
+
+
+def lost_state_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run that was resumed without the state of its strategy."""
+    return [
+        f"Resumed without the state of its strategy: {member.run.path.name}, in round {record['round']}, "
+        f"{', '.join(record[LOST])}"
+        for group in groups
+        for member in group.members
+        for record in member.rounds
+        if LOST in record
     ]
 
 

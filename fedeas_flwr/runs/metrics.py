@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.common.text import MAX_NAMED, counted, numbered
+from fedeas_flwr.config import RunConfig
 
 WALL_CLOCK = ("clients", "aggregate", "end_wait")
 """Phases that run one after the other on the server; their sum is the wall-clock time of the rounds.
@@ -20,6 +21,9 @@ STARTUP = "startup"
 """Phase before the first round of each start of a run, from the launch on. Older versions did not record it."""
 BACKGROUND_PHASES = ("gamma_hat", "evaluate")
 """Γ̂ and evaluation, mostly in the background of the next round: do not add them to the other phases."""
+UNSAVED, LOST = "unsaved_state", "lost_state"
+"""Keys of a round's record: the attributes of a user's strategy that have changed and that a resume does not restore,
+and, in the first round after a resume, those that it did not restore."""
 
 
 def last_20(accuracies: Sequence[float]) -> float:
@@ -60,12 +64,26 @@ def images_not_made(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]
 
 
 def took_no_steps(record: Mapping[str, Any]) -> bool:
-    """Return whether clients replied in a classifier's round, but none took a training step; see `NO_STEPS`."""
+    """Return whether clients replied in a classifier's round, but none took a training step; see `round_warnings`."""
     return record.get("steps") == 0 and "accuracy" in record and bool(record["clients"])
 
 
-NO_STEPS = "round %d: no client took a training step: all that replied have fewer images than min-batch = %d"
-"""Warning of the first round of which `took_no_steps` is true."""
+def round_warnings(record: Mapping[str, Any], config: RunConfig) -> dict[str, str]:
+    """Return the warnings about a round, by kind; a run shows the first of each kind."""
+    found, start = {}, f"round {record['round']}: "
+    if took_no_steps(record):
+        found["steps"] = (
+            f"{start}no client took a training step: all that replied have fewer images than min-batch = "
+            f"{config.min_batch}"
+        )
+    if changed := record.get(UNSAVED):
+        found[UNSAVED] = (
+            f"{start}strategy = {config.strategy!r} changed {', '.join(changed)}, which a resume does not restore: "
+            "implement state() and load_state()"
+        )
+    if lost := record.get(LOST):
+        found[LOST] = f"{start}resumed without {', '.join(lost)} of strategy = {config.strategy!r}"
+    return found
 
 
 def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:

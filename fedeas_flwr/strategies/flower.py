@@ -6,6 +6,8 @@ They take NumPy arrays in messages, draw from global random generators, and keep
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +45,9 @@ STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
 """Strategy → its attributes that carry over from one round to the next. All others are constant or set again by
 `configure_train`. A strategy of a user's has those of the class that it derives from, or implements `Stateful`.
 tests/strategies/test_flower_strategies.py fails if an attribute is missing here."""
+
+
+_SET_IN_EACH_ROUND = "current_arrays"
 
 
 class FlowerStrategyAdapter(flower.Strategy):
@@ -160,11 +165,21 @@ def stateful_attributes(strategy: flower.Strategy) -> tuple[str, ...]:
     return next((STATEFUL_ATTRIBUTES[kind] for kind in type(strategy).__mro__ if kind in STATEFUL_ATTRIBUTES), ())
 
 
-def has_unknown_state(strategy: flower.Strategy) -> bool:
-    """Return whether a strategy may have state that a resume does not restore."""
+def unsaved_attributes(strategy: flower.Strategy) -> dict[str, str]:
+    """Return hashes of the attributes of a user's strategy that a resume does not restore, by name."""
     if isinstance(strategy, FlowerStrategyAdapter):
         *_, strategy = strategy._owners()
-    return type(strategy) not in STATEFUL_ATTRIBUTES and not isinstance(strategy, Stateful)
+    if type(strategy) in STATEFUL_ATTRIBUTES or isinstance(strategy, Stateful):
+        return {}
+    restored = {*stateful_attributes(strategy), _SET_IN_EACH_ROUND}
+    return {name: _hash(value) for name, value in vars(strategy).items() if name not in restored}
+
+
+def _hash(value: Any) -> str:
+    try:
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
+    except Exception:  # such as a lock or a lambda
+        return repr(value)
 
 
 def _named_arrays(value: Any) -> Iterable[tuple[str, Any]]:

@@ -19,6 +19,10 @@ def adam(eta: float = 1.0) -> flower.Strategy:
     return flower.FedAdam(eta=eta)
 
 
+class OwnAverage(flower.FedAvg):
+    """FedAvg under another name."""
+
+
 class OwnAdam(flower.FedAdam):
     """FedAdam under another name."""
 

@@ -8,18 +8,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from flwr.app import Array
+from flwr.serverapp import strategy as flower
 from rich.console import Console
 from runners import finish, quick, run_in_process, weights, with_fixed_noise_key
 
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.commands.run import run_name
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.config import STRATEGIES, BuiltinStrategy, parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
-from fedeas_flwr.strategies.flower import has_unknown_state
+from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.notes import lost_state_notes
+from fedeas_flwr.runs.metrics import LOST, UNSAVED
 from fedeas_flwr.strategies.registry import build_strategy, client_part, table_rows
 
 PACKAGE = Path(__file__).parents[2] / "fedeas_flwr"
@@ -61,29 +66,30 @@ def test_own_strategy_with_dp_gives_the_weights_of_the_builtin(tmp_path: Path) -
     )
 
 
-ANEW = "state that it keeps between rounds starts anew"
-
-
 @pytest.mark.parametrize(
-    ("name", "dp", "same", "warned"),
+    ("name", "dp", "unsaved"),
     [
-        ("SlowStartWithState", "none", True, False),
-        ("SlowStartWithState", "server-adaptive", True, False),  # besides the wrapper's state
-        ("OwnAdam", "none", True, True),  # FedAdam's state is known, that of the class itself is not
-        ("SlowStart", "none", False, True),
+        ("SlowStartWithState", "none", []),
+        ("SlowStartWithState", "server-adaptive", []),  # besides the wrapper's state
+        ("OwnAdam", "none", []),  # FedAdam's state is restored, and the class adds none
+        ("SlowStart", "none", ["rounds", "sent"]),
+        ("SlowStart", "server-adaptive", ["rounds", "sent"]),
     ],
 )
-def test_resume_restores_known_state_and_warns_of_other(
-    tmp_path: Path, name: str, dp: str, same: bool, warned: bool
-) -> None:
+def test_resume_restores_known_state_and_records_other(tmp_path: Path, name: str, dp: str, unsaved: list[str]) -> None:
     keys = {**TINY, "strategy": f"{HIS}:{name}", "dp": dp, "dp_noise_multiplier": 0.1}
     whole = finish(quick(with_fixed_noise_key(tmp_path / "whole"), rounds=3, **keys))
     folder = with_fixed_noise_key(tmp_path / "parts")
     finish(quick(folder, rounds=2, **keys))
-    assert ANEW not in (folder / "flower.log").read_text()
     resumed = finish(quick(folder, rounds=3, resume=True, **keys))
-    assert (weights(whole) == weights(resumed)) is same
-    assert (folder / "flower.log").read_text().count(ANEW) == warned
+    assert (weights(whole) == weights(resumed)) is not unsaved
+    assert [record.get(UNSAVED, []) for record in resumed.rounds()] == [unsaved] * 3
+    assert [record.get(LOST, []) for record in resumed.rounds()] == [[], [], unsaved]
+    text = (folder / "flower.log").read_text()
+    assert text.count("changed rounds, sent") == 2 * bool(unsaved)  # each start warns once
+    assert text.count("resumed without rounds, sent") == bool(unsaved)
+    notes = lost_state_notes(group_runs([resumed])[0])
+    assert len(notes) == bool(unsaved) and all("in round 3, rounds, sent" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +161,28 @@ def test_no_module_but_its_own_names_a_strategy() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("dp", ["none", "server-fixed", "server-adaptive"])
-def test_state_is_unknown_of_strategies_without_methods_for_it(dp: str) -> None:
-    def is_unknown(strategy: str) -> bool:
-        keys = {"strategy": strategy, "dp": dp, "participation": 1.0, "dp_noise_multiplier": 0.2}
-        return has_unknown_state(build_strategy(quick(Path("/nowhere"), policy="none", **keys)))
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"2.weight": np.nan}, "holds NaN"),
+        ({"2.weight": 0.0}, "is float32[1]"),
+        ({"2.weight": None}, "a model without 2.weight"),
+    ],
+)
+def test_wrong_model_of_a_strategy_names_it_and_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], line: str
+) -> None:
+    def aggregate(self: Any, number: int, replies: Any) -> Any:
+        record, metrics = flower.FedAvg.aggregate_train(self, number, replies)
+        assert record is not None
+        for key, value in change.items():
+            array = record.pop(key).numpy()
+            if value is not None:
+                record[key] = Array(np.full(array.shape if value else 1, value, array.dtype))
+        return record, metrics
 
-    known = [is_unknown(strategy) for strategy in ("fedavg", "users_strategies:SlowStartWithState")]
-    assert known == [False, False] and is_unknown("users_strategies:SlowStart")
+    monkeypatch.setattr("users_strategies.OwnAverage.aggregate_train", aggregate)
+    keys = {**TINY, "strategy": f"{HIS}:OwnAverage", "model": "users_models:with_dropout"}
+    with pytest.raises(RunError, match=r"^round 1: strategy = 'users_strategies:OwnAverage' returned a ") as failed:
+        finish(quick(tmp_path, **keys))
+    assert line in str(failed.value)
