@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.import_path import is_import_path, source_hash
@@ -218,19 +217,21 @@ _KEYS = {
 """Run-config keys of the settings with other names in Python, for errors."""
 
 
-def hash_own_inputs(config: RunConfig) -> dict[str, str]:
-    """Return hashes of what a run may not exchange half-way: a user's own images, and the code of keys that name it.
+def hash_own_inputs(
+    config: RunConfig, keys: Sequence[str] = ("dataset", "policy", "strategy", "model", "partition")
+) -> dict[str, str]:
+    """Return hashes of what a run may not exchange half-way: a user's own images, and the code that keys name.
 
     What cannot be read or imported is left out; opening it raises the error.
     """
     found = {}
-    with suppress(OSError, ValueError):
-        if is_own(config.dataset):
-            found["dataset"] = hash_own_images(config.dataset)
-    for key in ("policy", "strategy", "model", "partition"):
-        with suppress(ConfigError):
-            if is_import_path(path := getattr(config, key)):
-                found[key] = source_hash(path, key)
+    for key in keys:
+        value = getattr(config, key)
+        with suppress(OSError, ValueError):
+            if key == "dataset":
+                found[key] = hash_own_images(value) if is_own(value) else ""
+            elif is_import_path(value):
+                found[key] = source_hash(value, key)
     return {key: digest for key, digest in found.items() if digest}
 
 

@@ -10,9 +10,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedeas_flwr.allocation import IntArray
+from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config_keys import PARTITION_KEYS
 from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.generators.opening import hash_own_inputs
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
@@ -44,9 +46,12 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         if any("bought" in record for member in group.members for record in member.rounds):
             continue  # no plan: clients chose the classes during the run (purchases.py)
         try:
+            hashes = hash_own_inputs(config, ("policy", "partition"))
+            for member in group.members:
+                member.run.check_own_inputs(hashes)
             counts = planned_counts(config)
             generated = planned_allocation(config, counts) if config.generates else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RunError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")
             continue
         values = config.to_user_dict()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import linecache
 import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +24,12 @@ from runners import run_in_process
 
 from fedeas_flwr.commands.app import app
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import SampleId, describe_generator
+from fedeas_flwr.generators.opening import hash_own_inputs
 from fedeas_flwr.partition import LEAKAGE_ELSEWHERE
+from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import draw, maps_of
 from fedeas_flwr.report.document import make_document, result_tables
@@ -448,6 +454,28 @@ def test_heat_map_needs_a_plan_that_matches_the_run(tmp_path: Path) -> None:
     other = write_run(tmp_path / "c", [0.5], images=999, **keys)
     (maps,), notes = maps_of(grouped(other))
     assert not maps.generated and "the run has 999" in notes[0]
+
+
+def test_heat_map_needs_the_policy_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    write_source(tmp_path / "mapped_rule.py", "def rule(counts): return (5 - counts).clip(0)")
+    config = parse_config({"policy": "mapped_rule:rule", "clients": 4})
+    images = int(planned_allocation(config, planned_counts(config)).sum())
+    ran = write_run(tmp_path / "a", [0.5], images=images, policy="mapped_rule:rule")
+    ran.record_inputs("digits", ran.classes(), hash_own_inputs(config))
+    (maps,), notes = maps_of(grouped(ran))
+    assert not notes and maps.generated[0][1].sum() == images
+    write_source(tmp_path / "mapped_rule.py", "def rule(counts): return (5 - counts).clip(0)[::-1]")
+    found, notes = maps_of(grouped(ran))
+    assert not found and "'mapped_rule:rule': its source changed" in notes[0]
+
+
+def write_source(path: Path, text: str) -> None:
+    """Write a module, and forget its earlier version."""
+    path.write_text(f"{text}\n")
+    sys.modules.pop(path.stem, None)
+    importlib.invalidate_caches()
+    linecache.clearcache()
 
 
 def test_heat_map_names_clients_that_never_took_part(tmp_path: Path) -> None:
