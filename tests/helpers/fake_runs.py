@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def write_run(
     values = {"clients": 4, "rounds": len(accuracies), "policy": "none", "run-dir": str(folder)}
     values |= {key.replace("_", "-"): value for key, value in keys.items()}
     config = parse_config(values)
-    run = RunDirectory.start(config, describe_environment("cpu"))
+    run = RunDirectory.start(config, dict(_environment()))
     if not config.dataset.startswith(("own:", "hf:")):  # those may be gone
         run.record_inputs(config.dataset, dataset_info(config.dataset).classes, {})
     for number, accuracy in enumerate(accuracies, 1):
@@ -46,6 +47,11 @@ def write_run(
     else:
         run.set_status("interrupted")
     return run
+
+
+@cache
+def _environment() -> dict[str, Any]:
+    return describe_environment("cpu")
 
 
 def grouped(*runs: RunDirectory) -> list[Group]:
