@@ -23,16 +23,21 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="folder for report.md and its figures as PNG and SVG", callback=check_folder)
     ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="KEY=VALUE", help="add paired differences to these runs, such as policy=fedeas")
+    ] = "",
     output: FormatOption = "table",
 ) -> None:
     """Compare runs as a table, an HTML page or Markdown; runs that differ only in their seed share a row."""
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.groups import group_runs
-    from fedeas_flwr.report.json_export import as_data
+    from fedeas_flwr.report.json_export import as_data, paired_data
     from fedeas_flwr.report.notes import notes_on
+    from fedeas_flwr.report.paired import pair_runs, parse_reference
     from fedeas_flwr.report.writing import print_comparison, write_report
 
+    reference = parse_reference(against) if against else None
     unreadable: list[str] = []
     found = list(find_runs(runs, unreadable=unreadable))
     if not found:
@@ -40,12 +45,14 @@ def report(
         raise RunError(f"nothing to report: {'; '.join([nowhere, *unreadable])}")
     groups, left_out = group_runs(found)
     left_out += unreadable
-    written = write_report(groups, left_out, page, out)
+    paired = pair_runs(groups, *reference) if reference else None
+    written = write_report(groups, left_out, page, out, paired)
     if output == "json":
-        print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
+        data = {"groups": as_data(groups), "left_out": left_out} | ({"paired": paired_data(paired)} if paired else {})
+        print(json.dumps(data, indent=1, ensure_ascii=False))
         return
-    print_comparison(groups, Console(markup=False))
-    for note in [*notes_on(groups), *(f"Left out: {reason}" for reason in left_out)]:
+    print_comparison(groups, Console(markup=False), paired)
+    for note in [*(paired.text if paired else ()), *notes_on(groups), *(f"Left out: {reason}" for reason in left_out)]:
         print(one_line(note, MAX_TEXT))
     for path in written:
         print(f"written: {path}")

@@ -50,6 +50,11 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
 
 
+def with_sign(number: float, digits: int) -> str:
+    """Return a number with its sign: +1.2, −0.4."""
+    return f"{number:+.{digits}f}".replace("-", "−")
+
+
 def show_bytes(number: int) -> str:
     """Return a number of bytes as readable text."""
     unit = next((unit for unit, size in _UNITS.items() if number < 999.5 * size), "PB")  # 999.5 would print as 1e+03

@@ -27,6 +27,7 @@ from fedeas_flwr.report.groups import (
 )
 from fedeas_flwr.report.notes import WEAK, notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
+from fedeas_flwr.report.paired import PairedRuns
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
 from fedeas_flwr.report.style import GAMMA_HAT, LineStyle, legend_above
 from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
@@ -43,10 +44,11 @@ _KEY_FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Document:
+def make_document(groups: Sequence[Group], left_out: Sequence[str] = (), paired: PairedRuns | None = None) -> Document:
     """Return the report on the groups' records."""
     sections = [
         _results(groups),
+        Section("Paired differences", tables=[paired.table()], below=paired.text) if paired else None,
         _accuracy(groups),
         _cost(groups),
         *_classes(groups),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -212,7 +212,7 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     found = [_one_per_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], not _is_baseline(group[0].config)))
     configs = [group[0].config for group in found]
-    named = zip(_names(configs), found, assign_styles([config.policy for config in configs]), strict=True)
+    named = zip(group_names(configs), found, assign_styles([config.policy for config in configs]), strict=True)
     return [_make_group(name, group, style) for name, group, style in named], left_out
 
 
@@ -251,15 +251,15 @@ def _one_per_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
     return [kept[seed] for seed in sorted(kept)]
 
 
-def differences(configs: Sequence[RunConfig]) -> list[str]:
-    """Return the keys in which configs differ, without seeds and keys that do not identify a run."""
-    seen = [group_key(config) for config in configs]
+def differences(configs: Sequence[RunConfig], free: Sequence[str] = ()) -> list[str]:
+    """Return the keys in which configs differ, without seeds, ``free`` keys and keys that do not identify a run."""
+    seen = [group_key(config, free) for config in configs]
     keys = list(dict.fromkeys(key for values in seen for key in values))
     return [key for key in keys if len({repr(values[key]) for values in seen if key in values}) > 1]
 
 
-def _names(configs: Sequence[RunConfig]) -> list[str]:
-    """Return group names: the policy if it varies, and the keys that distinguish groups of one policy.
+def group_names(configs: Sequence[RunConfig], free: Sequence[str] = ()) -> list[str]:
+    """Return group names: the policy if it varies, and the keys but ``free`` that distinguish groups of one policy.
 
     If strategies vary, a strategy other than the default is always named, so that the comparison is not read as one of
     policies only. An import path is shown by its last part, unless several end in the same.
@@ -268,13 +268,13 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
     short = {strategy: import_path.short_name(strategy) for strategy in strategies}
     names = []
     for config in configs:
-        values = group_key(config)
+        values = group_key(config, free)
         if len(set(short.values())) == len(short):
             values["strategy"] = short[config.strategy]
-        differing = differences([other for other in configs if other.policy == config.policy])
+        differing = differences([other for other in configs if other.policy == config.policy], free)
         if "strategy" not in differing and len(strategies) > 1 and not _has_default_strategy(config):
             differing.insert(0, "strategy")
-        more = [f"{key} = {_show(values[key])}" for key in differing if values.get(key, "") != ""]
+        more = [f"{key} = {show_value(values[key])}" for key in differing if values.get(key, "") != ""]
         words = [_policy(config)] if len(policies) > 1 or not more else []
         names.append(", ".join([*words, *more]))
     return names
@@ -295,7 +295,8 @@ def _is_baseline(config: RunConfig) -> bool:
     return policy is not None and policy.is_baseline
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
+    """Return a key's value as text."""
     return f"{value:g}" if isinstance(value, float) else one_line(value)
 
 
@@ -324,7 +325,9 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
         return "there is no group that generates nothing (policy = none)"
     nearest = min(others, key=lambda other: len(_differing_keys(group, other)))
     mine, theirs = group_key(group.config), group_key(nearest.config)
-    keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _differing_keys(group, nearest)]
+    keys = [
+        f"{key} = {show_value(theirs[key])}, not {show_value(mine[key])}" for key in _differing_keys(group, nearest)
+    ]
     return f"the nearest group that generates nothing has {'; '.join(keys)}"
 
 
@@ -344,7 +347,11 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 def _differing_keys(group: Group, other: Group) -> list[str]:
     """Return the keys, except those of generation, in which two groups differ; both must use the key."""
-    mine, theirs = group.key_without_images, other.key_without_images
+    return differing_keys(group.key_without_images, other.key_without_images)
+
+
+def differing_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the keys with different values, of those that both have."""
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 

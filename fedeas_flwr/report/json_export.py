@@ -16,6 +16,7 @@ from fedeas_flwr.report.groups import (
     weak_gain,
     why_no_gain,
 )
+from fedeas_flwr.report.paired import Differences, PairedRuns
 from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, STARTUP, WALL_CLOCK
 
 _PHASES = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
@@ -24,6 +25,37 @@ _PHASES = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the metrics of the groups as JSON values."""
     return [_group_data(group, groups) for group in groups]
+
+
+def paired_data(paired: PairedRuns) -> dict[str, Any]:
+    """Return paired differences as JSON values."""
+    return {
+        "key": paired.key,
+        "value": paired.value,
+        "comparisons": [
+            {
+                "name": found.name,
+                "reference": found.reference,
+                "pairs": [
+                    {
+                        "seed": own.config.seed,
+                        "partition_seed": own.config.partition_seed,
+                        "runs": [str(own.run.path), str(other.run.path)],
+                    }
+                    for own, other in found.pairs
+                ],
+                "last_20_points": _differences_dict(found.differences("last_20")),
+                "final_points": _differences_dict(found.differences("final")),
+                "images": found.images,
+            }
+            for found in paired.comparisons
+        ],
+        "notes": paired.notes,
+    }
+
+
+def _differences_dict(found: Differences) -> dict[str, Any]:
+    return {"mean": found.mean, "interval": found.interval, "above": found.above, "values": found.values}
 
 
 def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class Section:
     text: Sequence[str] = ()
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
+    below: Sequence[str] = ()
+    """Sentences below the tables and pictures."""
     folded: bool = False
     """Whether the section is collapsed at first."""
 
@@ -148,6 +150,7 @@ def _html_section(section: Section) -> str:
         parts.append(
             f'<figure id="figure-{picture.name}">{shown}<figcaption>{_text(picture.caption)}</figcaption></figure>'
         )
+    parts += [f"<p>{_text(line)}</p>" for line in section.below]
     inside = "\n".join(parts)
     if section.folded:
         inside = f"<details><summary>Show {_text(section.title.lower())}</summary>{inside}</details>"
@@ -206,6 +209,7 @@ def as_markdown(document: Document) -> str:
         lines += [f"## {_markdown(section.title)}", *map(_markdown, section.text), *map(table_markdown, section.tables)]
         for picture in section.pictures:
             lines += [f"![{picture.name}]({picture.name}.png)", f"*{_markdown(picture.caption)}*"]
+        lines += map(_markdown, section.below)
     return "\n\n".join(lines) + "\n"
 
 

@@ -18,6 +18,7 @@ from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.document import make_document, result_tables
 from fedeas_flwr.report.groups import Group, score_of
 from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg
+from fedeas_flwr.report.paired import PairedRuns
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 from fedeas_flwr.report.style import INK, label_of
 
@@ -26,7 +27,11 @@ _WIDE = 108
 
 
 def write_report(
-    groups: Sequence[Group], left_out: Sequence[str], page: Path | None = None, folder: Path | None = None
+    groups: Sequence[Group],
+    left_out: Sequence[str],
+    page: Path | None = None,
+    folder: Path | None = None,
+    paired: PairedRuns | None = None,
 ) -> list[Path]:
     """Write a report as one page, as a folder with report.md and every picture as SVG and PNG, or both.
 
@@ -34,7 +39,7 @@ def write_report(
     """
     if page is None and folder is None:
         return []
-    document, written = make_document(groups, left_out), []
+    document, written = make_document(groups, left_out, paired), []
     if page:
         atomic_write(page, as_html(document).encode())
         written.append(page)
@@ -47,13 +52,17 @@ def write_report(
     return written
 
 
-def print_comparison(groups: Sequence[Group], console: Console) -> None:
-    """Print the report's tables of results, on a narrow terminal without seeds and η."""
+def print_comparison(groups: Sequence[Group], console: Console, paired: PairedRuns | None = None) -> None:
+    """Print the report's tables of results, on a narrow terminal without seeds and η, and of paired differences."""
     left_out = ("seeds", "η") if table_width(console) < _WIDE else ()
     for found in result_tables(groups):
         places = [place for place, head in enumerate(found.head) if head not in left_out]
         head, *rows = ([row[place] for place in places] for row in (found.head, *found.rows))
         print_table(console, head, rows, fold=head, right=head[1:])
+    if paired:
+        table = paired.table()
+        console.print()
+        print_table(console, table.head, table.rows, fold=table.head, right=table.head[1:])
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
