@@ -13,6 +13,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
+from fedeas_flwr.report.paired import Differences
 from fedeas_flwr.reproduce import cells, paper
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, METHODS, cell, column, variants
 from fedeas_flwr.reproduce.paper import COLUMNS
@@ -220,17 +221,13 @@ def policies_table(folder: Path) -> Table:
         peak = Value(policy, "peak %", tuple(100 * run.peak for run in runs.values()), tuple(runs), None)
         shown = [show_seeds(last), f"{statistics.fmean(run.images for run in runs.values()):,.0f}"]
         shown += [show_ours(last), show_ours(peak), NONE, NONE]
-        apart = [100 * (run.last_20 - base[seed].last_20) for seed, run in runs.items() if seed in base]
-        if policy != "none" and apart:
-            shown[-2:] = _show_differences(apart, 2)
+        apart = Differences(
+            tuple(100 * (run.last_20 - base[seed].last_20) for seed, run in runs.items() if seed in base)
+        )
+        if policy != "none" and apart.values:
+            shown[-2:] = [apart.show_error(2), apart.above]
         table.add([policy, *shown], last, peak)
     return table
-
-
-def _show_differences(apart: Sequence[float], digits: int) -> tuple[str, str]:
-    """Return the mean of differences, with its standard error if there are several, and how many are above 0."""
-    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.{digits}f}" if len(apart) > 1 else ""
-    return f"{signed(statistics.fmean(apart), digits)}{error}", f"{sum(a > 0 for a in apart)} of {len(apart)}"
 
 
 PARTITION = "partition-seed"
@@ -240,10 +237,16 @@ def sweep_table(folder: Path, base: str) -> Table:
     """Return a sweep's settings, each compared with the setting that has ``base``, KEY=VALUE, and the same other keys.
 
     The folder holds what `fedeas sweep` writes as sweep.json, of one sweep or of several under different names. A
-    setting with a partition that the other one lacks is not compared. Raise `ConfigError` if no run has ``base``.
+    setting with a partition that the other one lacks is not compared. Raise `ConfigError` if there is no such file, or
+    if no run has ``base``.
     """
     sweeps = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     sweeps = [sweep for sweep in sweeps if "runs" in sweep]
+    if not sweeps:
+        raise ConfigError(
+            f"{folder} has no sweep.json, which `fedeas sweep` writes; to compare records: "
+            f"fedeas report {folder} --against {base}"
+        )
     key, _, value = base.partition("=")
     keys = dict.fromkeys(name for sweep in sweeps for name in (*sweep["grid"], key) if name != PARTITION)
     found: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
@@ -251,7 +254,7 @@ def sweep_table(folder: Path, base: str) -> Table:
         for run in sweep["runs"]:
             own = {name: run.get(name, sweep["config"].get(name)) for name in (*sweep["grid"], key)}
             setting = tuple(_shown(own.get(name, "")) for name in keys)
-            found.setdefault(setting, {})[run[PARTITION]] = run
+            found.setdefault(setting, {})[run.get(PARTITION, sweep["config"].get(PARTITION))] = run
     at = list(keys).index(key)
     if not any(setting[at] == value for setting in found):
         raise ConfigError(f"{folder} has no run with {base}")
@@ -267,8 +270,9 @@ def sweep_table(folder: Path, base: str) -> Table:
                 o for one, o in found.items() if all(b in ("", s) for b, s in zip(one, base_setting, strict=True))
             ]
             if len(others) == 1 and runs.keys() <= others[0].keys():
-                apart = [100 * (run["last_20"] - others[0][seed]["last_20"]) for seed, run in runs.items()]
-                shown[-2:] = _show_differences(apart, 1)
+                scores = {seed: run["last_20"] for seed, run in others[0].items()}
+                apart = Differences(tuple(100 * (run["last_20"] - scores[seed]) for seed, run in runs.items()))
+                shown[-2:] = [apart.show_error(1), apart.above]
         table.add([*setting, *shown])
     return table
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedeas_flwr.common.text import with_sign
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
 from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value
@@ -96,7 +97,7 @@ def compared(value: Value) -> list[str]:
 
 def signed(number: float | None, digits: int) -> str:
     """Write a number with its sign, or a dash."""
-    return NONE if number is None else f"{number:+.{digits}f}".replace("-", "−")
+    return NONE if number is None else with_sign(number, digits)
 
 
 def format_cell(value: Value, mark: str = "{}") -> str:

@@ -114,10 +114,10 @@ def test_into_does_not_compare_settings_whose_partitions_the_base_lacks(place: P
 
 
 def test_into_writes_a_sweep_of_one_partition_without_deviations(place: Path) -> None:
-    runs = [{"partition-seed": 1, "policy": policy, "last_20": 0.5, "images": 0} for policy in ("none", "fedeas")]
-    grid = {"partition-seed": [1], "policy": ["none", "fedeas"]}
+    runs = [{"policy": policy, "last_20": 0.5, "images": 0} for policy in ("none", "fedeas")]
+    sweep = {"config": {"partition-seed": 1}, "grid": {"policy": ["none", "fedeas"]}, "runs": runs}
     (place / "records" / "one").mkdir()
-    (place / "records" / "one" / "sweep.json").write_text(json.dumps({"config": {}, "grid": grid, "runs": runs}))
+    (place / "records" / "one" / "sweep.json").write_text(json.dumps(sweep))
     (place / "doc.md").write_text("<!-- reproduce sweep one policy=none -->\n<!-- end -->\n")
     done = into(cwd=place)
     assert done.returncode == 0, done.stderr
@@ -171,6 +171,7 @@ def test_into_compares_policies_of_records_seed_by_seed(tmp_path: Path) -> None:
         (number("sd", "fedavg"), "doc.md, line 1: 'sd' of 1 runs"),
         ("1<!--= last-20 nowhere/here -->", "doc.md, line 1: 'nowhere/here': neither a cell nor a folder in records"),
         ("<!-- reproduce sweep nowhere a=b -->\n<!-- end -->", "doc.md, line 1: 'sweep nowhere a=b': must be sweep FO"),
+        ("<!-- reproduce sweep . policy=none -->\n<!-- end -->", "doc.md, line 1: records has no sweep.json, which"),
         ("<!-- reproduce records nowhere -->\n<!-- end -->", "doc.md, line 1: 'records nowhere': must be records FOL"),
         ("<!-- reproduce policies nowhere -->\n<!-- end -->", "doc.md, line 1: 'policies nowhere': must be policies F"),
         (
