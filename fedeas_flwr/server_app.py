@@ -20,7 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedeas_flwr.callbacks.registry import Callbacks, open_callbacks
 from fedeas_flwr.common.devices import configure_torch
-from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
+from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError, place_in_user_code
 from fedeas_flwr.common.files import cache_hint, is_whole, write_checksums
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.processes import MARK, exit_after_block
@@ -248,9 +248,11 @@ def _remove_traceback(record: logging.LogRecord) -> bool:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error in one line; one that is not a user error begins with its type."""
+    """Return an error in one line; one that is not a user error has its type, and its place in a user's own code."""
     text = one_line(error, MAX_LINE)
-    return text if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {text}{cache_hint(error)}"
+    if isinstance(error, USER_ERRORS):
+        return text
+    return f"{type(error).__name__}: {text}{cache_hint(error)}{place_in_user_code(error)}"
 
 
 def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:

@@ -222,7 +222,7 @@ WRONG = {
     "users_policies:fractional": "must be an integer from 0",
     "users_policies:no_numbers": "must be integers",
     "users_policies:too_short": "returned shape (9,): must be (10,)",
-    "users_policies:raises": "raised ZeroDivisionError: no budget",
+    "users_policies:raises": "raised ZeroDivisionError: no budget (users_policies.py, line ",
     "users_policies:random": "must be deterministic",
     "users_policies:UsesOthers": "by other clients' counts",
     "users_policies:too_many": "but its max_total is",

@@ -87,6 +87,8 @@ def main() -> None:
         if not (isinstance(error, expected) or is_out_of_memory(error)):
             raise
         print("error: " + one_line(_format_error(error), MAX_LINE), file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(one_line(note, MAX_LINE), file=sys.stderr)
         sys.exit(exit_code(error))
 
 

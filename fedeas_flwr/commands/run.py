@@ -13,7 +13,7 @@ import typer
 
 from fedeas_flwr.commands.output import check_folder, console, print_line, print_unused
 from fedeas_flwr.common import import_path
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
@@ -90,11 +90,17 @@ def start(config: RunConfig, previous: bool = False) -> None:
         RunDirectory(Path(config.run_dir)).return_to_previous_checkpoint()
     of_what = f"{_method(config)} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')}"
     print_line(console, f"{of_what} · {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}")
+    log = Path(config.run_dir) / "flower.log"
+    logged_before = log.stat().st_size if log.is_file() else 0
     try:
         finished = launch(config, console)
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "resume", config.run_dir])
         raise KeyboardInterrupt(f"stopped; resume with: {again}") from None
+    except RunError as error:
+        if log.is_file() and b"Traceback (most recent call last)" in log.read_bytes()[logged_before:]:
+            error.add_note(f"details: {log}")
+        raise
     print_summary(finished)
 
 

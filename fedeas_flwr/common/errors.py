@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
+from pathlib import Path
+from traceback import walk_tb
 
 from fedeas_flwr.common.text import MAX_LINE, one_line
 
@@ -32,6 +35,19 @@ class ProcessesDiedError(RunFailedError):
 
 class MessageError(_OneLineError, ValueError):
     """A message between server and client is invalid."""
+
+
+_INSTALLED = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+"""Where the names of files begin that no user of the package wrote."""
+
+
+def place_in_user_code(error: BaseException) -> str:
+    """Return the innermost line of a user's own code in an error's traceback, as `` (rules.py, line 12)``, if any."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package != "fedeas_flwr" and not file.startswith(_INSTALLED):
+            return f" ({Path(file).name}, line {line})"
+    return ""
 
 
 _WORDS = ("DefaultCPUAllocator: ", "CUDA error: out of memory")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from inspect import Parameter, getsource, isclass, isroutine, signature, unwrap
 from typing import Any
 
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError, place_in_user_code
 from fedeas_flwr.common.text import one_line
 
 _NAME = r"[^\W\d]\w*"
@@ -116,8 +116,8 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of a user's code in one line, beginning with its type."""
-    return f"{type(error).__name__}: {one_line(error)}"
+    """Return an error of a user's code in one line: its type, its text and its place in that code."""
+    return f"{type(error).__name__}: {one_line(error)}{place_in_user_code(error)}"
 
 
 def _value(text: str) -> Any:

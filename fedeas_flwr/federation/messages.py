@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 
-from fedeas_flwr.common.errors import MessageError
+from fedeas_flwr.common.errors import MessageError, place_in_user_code
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
 from fedeas_flwr.policies.interface import EMPTY_SHARE, PolicySettings, Share
@@ -408,7 +408,7 @@ def read_augment_task(message: Message) -> AugmentTask:
 
 def error_reply(message: Message, error: Exception | SystemExit) -> Message:
     """Build the reply of a client that failed: the error in one line, then its traceback."""
-    text = one_line(error, 500) or "no message"
+    text = (one_line(error, 500) or "no message") + place_in_user_code(error)
     trace = "".join(traceback.format_exception(error))[-8000:]
     return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {text}\n{trace}"), reply_to=message)
 

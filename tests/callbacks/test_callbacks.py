@@ -85,7 +85,8 @@ def test_a_bad_callback_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "conf.toml").write_text('clients = 2\npolicy = "none"\nbackend = "inline"\n')
     done = run_in_process("run", "conf.toml", "callbacks=users_callbacks:broken", cwd=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
-    assert done.stderr == "error: callbacks: 'users_callbacks:broken' raised ArithmeticError: out of luck\n"
+    raised = "error: callbacks: 'users_callbacks:broken' raised ArithmeticError: out of luck"
+    assert done.stderr == f"{raised} (users_callbacks.py, line {users_callbacks.broken.__code__.co_firstlineno + 1})\n"
 
 
 def test_callbacks_get_config_records_and_summary(tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_a_failing_callback_is_one_warning(tmp_path: Path, monkeypatch: pytest.M
     assert weights(run) == weights(plain) and run.status() == ("finished", "")
     logged = [line for line in (run.path / "flower.log").read_text().splitlines() if "WARNING" in line]
     failure = "callback users_callbacks:Failing failed in on_run_start: ConnectionError: no server"
+    failure += f" (users_callbacks.py, line {users_callbacks.Failing.on_run_start.__code__.co_firstlineno + 1})"
     assert len(logged) == 1 and logged[0].endswith(failure)
     shown = io.StringIO()
     monkeypatch.setattr(run_command, "console", Console(file=shown, width=60))

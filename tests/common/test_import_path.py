@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError, place_in_user_code
 from fedeas_flwr.common.import_path import (
     accepted_arguments,
     call_with,
@@ -17,6 +19,10 @@ from fedeas_flwr.common.import_path import (
 
 def of(count: int, *, scale: float = 1.0) -> float:
     return count * scale
+
+
+def reads(text: str) -> object:
+    return json.loads(text)
 
 
 @pytest.mark.parametrize("value", ["rules:by_median", "my_package.rules:Rule.build"])
@@ -70,3 +76,13 @@ def test_an_unknown_argument_and_an_error_inside_are_one_line() -> None:
         call_with(3, "tests:of", "policy", {})
     with pytest.raises(ConfigError, match=r"^policy: 'tests:of' raised TypeError: "):
         call_with(of, "tests:of", "policy", {"count": "a", "scale": 0.5})
+
+
+def test_error_names_the_innermost_line_of_user_code() -> None:
+    line = reads.__code__.co_firstlineno + 1
+    with pytest.raises(ConfigError, match=rf" raised JSONDecodeError: .* \(test_import_path.py, line {line}\)$"):
+        call_with(reads, "tests:reads", "policy", {"text": "{"})
+    with pytest.raises(ConfigError) as raised:
+        import_object("no_such_module:rule", "policy")
+    assert ".py" not in str(raised.value)
+    assert place_in_user_code(ValueError("never raised")) == ""

@@ -185,6 +185,8 @@ def test_failed_clients_are_logged_in_client_order(
     def all_fail(client: int, message: Message) -> Message | None:
         raise ValueError(f"failure of {client}")
 
+    place = f"(test_federation.py, line {all_fail.__code__.co_firstlineno + 1})"
+
     def first_is_slow(reply: Message) -> str:
         if "failure of 0" in reply.error.reason:
             time.sleep(0.2)
@@ -199,9 +201,7 @@ def test_failed_clients_are_logged_in_client_order(
     with pytest.raises(RunError, match="3 of 3 clients failed"):
         federation(tmp_path, toy_app(all_fail), policy="none").training.train_round(START)
     assert [re.sub("node [0-9]+ failed", "node failed", line) for line in logged] == [
-        line
-        for k in range(3)
-        for line in (f"node failed: ValueError: failure of {k}", f"client {k}: ValueError: failure of {k}")
+        f"{who}: ValueError: failure of {k} {place}" for k in range(3) for who in ("node failed", f"client {k}")
     ]
 
 

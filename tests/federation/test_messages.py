@@ -257,7 +257,8 @@ def test_error_reply_has_one_line_and_the_traceback() -> None:
         raise ArithmeticError("first\nsecond")
     except ArithmeticError as error:
         failed = messages.error_reply(request(), error)
-    assert messages.failure_reason(failed) == "ArithmeticError: first second"
+        line = error.__traceback__.tb_lineno if error.__traceback__ else 0
+    assert messages.failure_reason(failed) == f"ArithmeticError: first second (test_messages.py, line {line})"
     assert "Traceback" in (failed.error.reason or "")
     traceback = "<class 'ray.exceptions.RayTaskError(E)'>:<'ray::run()\n  File x\nValueError: no query function'>"
     under_ray = Message(Error(code=3, reason=traceback), reply_to=request())

@@ -79,6 +79,13 @@ class WithExtra(flower.FedAvg):
         return {}
 
 
+class FailsInRound(flower.FedAvg):
+    """Raises an error when it aggregates the first round."""
+
+    def aggregate_train(self, *_: Any) -> Any:
+        raise RuntimeError("my bug")
+
+
 NUMBER = 5
 
 

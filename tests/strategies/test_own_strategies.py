@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import users_strategies
 from flwr.app import Array
 from flwr.serverapp import strategy as flower
 from rich.console import Console
@@ -127,6 +128,17 @@ def test_command_with_a_bad_own_strategy_exits_with_two(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: strategy: 'no_such_package:build' cannot be imported")
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_failed_run_names_the_users_line_and_where_details_are(tmp_path: Path) -> None:
+    words = ["policy=none", "clients=3", "rounds=1", "backend=inline", "device=cpu", "run-dir=r"]
+    done = run_in_process("run", os.devnull, f"strategy={HIS}:FailsInRound", *words, cwd=tmp_path)
+    assert done.returncode == 1
+    error, details = done.stderr.splitlines()
+    line = users_strategies.FailsInRound.aggregate_train.__code__.co_firstlineno + 1
+    assert error == f"error: RuntimeError: my bug (users_strategies.py, line {line})"
+    assert details == f"details: {tmp_path / 'r' / 'flower.log'}"
+    assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
 
 
 def test_node_without_the_package_answers_in_one_line(tmp_path: Path) -> None:
