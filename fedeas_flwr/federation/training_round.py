@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,9 @@ from fedeas_flwr.strategies.interface import SendsExtra, Stateful
 from fedeas_flwr.strategies.records import ARRAYS, ArrayMismatchError, read_validated, to_arrays, to_record
 
 log = logging.getLogger("flwr").log
+
+_DIVERGED = re.compile(r"^loss = |NaN or infinity|^the norm is ")
+"""In the reasons for rejecting replies of clients whose training has diverged."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,9 @@ class TrainingRounds:
             f"round {number}: {len(failures)} of {len(sampled)} clients failed and min-replies = "
             f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
         )
+        diverged = sum(_DIVERGED.search(failure["reason"]) is not None for failure in failures)
+        if 2 * diverged > len(sampled) and self.config.task == "classifier":
+            text += f"; training may have diverged: try a lower learning-rate (now {self.config.learning_rate:g})"
         if any(has_died(self.clients.grid, reply) for reply in replies.values()):
             raise ProcessesDiedError(text)
         raise TooFewRepliesError(text, failures)

@@ -162,6 +162,26 @@ def client_faults() -> dict[str, Callable[[int, Message], Message | None]]:
     return {"raises": raises, "NaN": sends_nan}
 
 
+@pytest.mark.parametrize(("loss", "weight"), [(float("nan"), 0.0), (0.0, float("inf")), (0.0, 1e15)])
+@pytest.mark.parametrize("clients", [{1}, {0, 1, 2}])
+def test_divergence_of_most_clients_suggests_a_lower_rate(
+    tmp_path: Path, loss: float, weight: float, clients: set[int]
+) -> None:
+    def diverges(client: int, message: Message) -> Message | None:
+        if client not in clients:
+            return None
+        report = TrainReport(client, EXAMPLES[client], 0.0, 1, 0, 0, 0.0, 0.0)
+        arrays = {"w": np.array([weight, 0], np.float32)}
+        reply = messages.train_reply(message, report, arrays, START.buffers, {})
+        (metrics,) = reply.content.metric_records.values()
+        metrics["loss"] = loss
+        return reply
+
+    with pytest.raises(RunError) as stopped:
+        federation(tmp_path, toy_app(diverges), **{"learning-rate": 80.0}).training.train_round(START)
+    assert ("try a lower learning-rate (now 80)" in str(stopped.value)) is (len(clients) == 3)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["raises", "NaN"])
 def test_failed_client_is_named_and_the_rest_averaged(
