@@ -392,7 +392,9 @@ class RunConfig(_Table):
     def _known_or_import_path(cls, value: str, info: ValidationInfo) -> str:
         known = PARTITIONERS if info.field_name == "partition" else STRATEGIES
         if value not in known and not is_import_path(value):
-            raise ValueError(f"must be {', '.join(known)}, or the import path package.module:name of your own")
+            counts = value.endswith((".csv", ".json")) and info.field_name == "partition"
+            hint = "; files of counts are for `fedeas plan --counts`" if counts else ""
+            raise ValueError(f"must be {', '.join(known)}, or the import path package.module:name of your own{hint}")
         return value
 
     @field_validator("policy")

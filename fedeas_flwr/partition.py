@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import isclass
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
@@ -36,6 +37,7 @@ from fedeas_flwr.common.import_path import (
     describe_error,
     import_object,
     parse_arguments,
+    required_arguments,
 )
 from fedeas_flwr.common.npy import Arrays, arrays_digest, read_archive
 from fedeas_flwr.common.text import counted
@@ -291,6 +293,12 @@ def _held_by_partitioner(
             f"partition-args: {name} is set by the run (clients, alpha, partition-seed, labels); remove it"
         )
     known = {name: value for name, value in set_here.items() if accepted is None or name in accepted}
+    missing = [name for name in required_arguments(build) if name not in {**known, **given}]
+    if missing and not (isclass(build) and issubclass(build, Partitioner)):
+        raise ConfigError(
+            f"partition: {partition!r} needs {', '.join(missing)}: must be a Partitioner class of flwr-datasets, or a "
+            "function that returns one; arguments of its own are given in partition-args"
+        )
     partitioner = call_with(build, partition, "partition", {**known, **given})
     if not isinstance(partitioner, Partitioner):
         raise ConfigError(f"partition: {partition!r} is no Partitioner of flwr_datasets.partitioner")

@@ -65,6 +65,7 @@ def test_quickstart_conf_equals_the_quickstart_fedeas_run(tmp_path: Path) -> Non
         ({"steps": 3}, ["did you mean 'fedgen-steps' or 'sampler-steps'?"]),
         ({"lr": 0.1}, ["'lr' = 0.1; did you mean 'learning-rate'?"]),
         ({"policy": "FedEAS"}, ["policy = 'FedEAS'", "; did you mean 'fedeas'?"]),
+        ({"partition": "counts10.csv"}, ["partition = 'counts10.csv'", "`fedeas plan --counts`"]),
         ({"strategy": "FedAvg"}, ["strategy = 'FedAvg'", "; did you mean 'fedavg'?"]),
         ({"dataset": "CIFAR10"}, ["dataset = 'CIFAR10'", "; did you mean 'cifar10'?"]),
         ({"policy": "magic"}, ["policy", "magic", "fedeas", "waterfill"]),

@@ -121,6 +121,7 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("size", "partition_sizes=400,300,200,5", "gives a client 5 samples, and each needs 10"),
         ("fedeas_flwr.partition:Twice", "", "gives a sample to two clients"),
         ("numpy:zeros", "shape=3", "is no Partitioner"),
+        ("fedeas_flwr.partition:split", "", "needs labels, num_clients: must be a Partitioner.* or a function that"),
         ("nowhere.at:all", "", "cannot be imported"),
     ],
 )
@@ -133,8 +134,11 @@ def test_partition_that_cannot_be_used_is_one_line(
         def load_partition(self, partition_id: int) -> object:
             return super().load_partition(0)
 
-    if partition.endswith("Twice"):
-        monkeypatch.setattr("fedeas_flwr.partition.Twice", Twice, raising=False)
+    def split(labels: object, num_clients: int, seed: int) -> object:
+        return labels
+
+    for own in (Twice, split):
+        monkeypatch.setattr(f"fedeas_flwr.partition.{own.__name__}", own, raising=False)
     with pytest.raises(ConfigError, match=line) as caught:
         make_partition("digits", "clean", 4, 0.1, 1, partition=partition, arguments=arguments)
     assert "\n" not in str(caught.value)

@@ -84,6 +84,12 @@ def accepted_arguments(function: Any) -> frozenset[str] | None:
     return frozenset(each.name for each in parameters if each.kind in _BY_KEYWORD)
 
 
+def required_arguments(function: Any) -> list[str]:
+    """Return the names of the arguments that a function or class takes by keyword and that have no default."""
+    named = [each for each in _parameters(function) or () if each.kind in _BY_KEYWORD]
+    return [each.name for each in named if each.default is Parameter.empty]
+
+
 def _parameters(function: Any) -> list[Parameter] | None:
     try:
         return [*signature(function).parameters.values()]
@@ -102,9 +108,7 @@ def call_with(function: Any, path: str, key: str, arguments: Mapping[str, Any], 
         if accepted is not None and name not in accepted:
             allowed = ", ".join(sorted(accepted)) or "none"
             raise ConfigError(f"{arguments_key or f'{key}-args'}: {path!r} has no argument {name!r}; it has {allowed}")
-    named = [each for each in _parameters(function) or () if each.kind in _BY_KEYWORD]
-    required = [each.name for each in named if each.default is Parameter.empty]
-    if missing := [name for name in required if name not in arguments]:
+    if missing := [name for name in required_arguments(function) if name not in arguments]:
         how = ", which no key sets" if arguments_key is None else f"; give it in {arguments_key or f'{key}-args'}"
         raise ConfigError(f"{key}: {path!r} needs {', '.join(missing)}{how}")
     try:
