@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.import_path import accepted_arguments, call_with, import_object
 from fedeas_flwr.generators.cache import sample_checked
 from fedeas_flwr.generators.interface import Generator, SampleId, check_attributes
+
+_MAX_DIFFERENCE = 4.0
+"""Maximum mean difference of pixels, on the scale 0 to 255, between two calls for the same images."""
 
 
 def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, int], device: str) -> Generator:
@@ -39,6 +44,14 @@ def open_own(path: str, *, classes: Sequence[str], image_shape: tuple[int, int, 
 
 
 def check_own(path: str, generator: Generator) -> None:
-    """Raise `ConfigError` if a generator of a user's own cannot generate two images."""
+    """Raise `ConfigError` if a generator of a user's own cannot generate two images, or makes others the second time.
+
+    Small differences are allowed: a network on a GPU may round differently.
+    """
     samples = [SampleId(0, 0, 0, index) for index in range(2)]
-    call_with(lambda: sample_checked(generator, samples), path, "generator", {})
+    once, again = (call_with(lambda: sample_checked(generator, samples), path, "generator", {}) for _ in range(2))
+    if np.abs(once.astype(float) - again).mean() > _MAX_DIFFERENCE:
+        raise ConfigError(
+            f"generator: {path!r} returned other images when asked for the same again: they must depend on the samples "
+            "only, whose numbers can seed a random generator"
+        )

@@ -26,6 +26,7 @@ WRONG = {
     "users_generators:Small": "makes 2 classes of images [4, 4, 1], but the dataset has 10 classes of images [8, 8, 1]",
     "users_generators:unnamed": "has fingerprint '': must be a text",
     "users_generators:TooFew": "sample() returned uint8 [1, 8, 8, 1]; it must return uint8 [2, 8, 8, 1]",
+    "users_generators:Unseeded": "returned other images when asked for the same again",
     "users_generators:Broken": "raised RuntimeError: no memory",
     "users_generators:Floats": "sample() returned float64 [2, 8, 8, 1]; it must return uint8 [2, 8, 8, 1]",
 }
@@ -72,6 +73,11 @@ def test_wrong_generator_is_one_line_and_nothing_starts(tmp_path: Path, path: st
     assert f"generator: '{path}'" in line and WRONG[path] in line
     (finding,) = check_generator(quick(folder, generator=path))
     assert finding.state == "problem" and WRONG[path] in finding.text
+
+
+def test_rounding_differences_between_calls_are_allowed(tmp_path: Path) -> None:
+    (finding,) = check_generator(quick(tmp_path / "r", generator="users_generators:Rounded"))
+    assert finding.state == "ok"
 
 
 def test_images_of_the_wrong_type_are_one_line(tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ class TooFew(Stripes):
         return super().sample(samples)[1:]
 
 
+class Unseeded(Stripes):
+    """Draws other images at every call."""
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        return np.random.default_rng().integers(256, size=(len(samples), *self.image_shape), dtype=np.uint8)
+
+
+class Rounded(Stripes):
+    """Images whose last bits differ between calls, as those of a network on a GPU may."""
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        return super().sample(samples) ^ np.random.default_rng().integers(2, size=self.image_shape, dtype=np.uint8)
+
+
 class Broken(Stripes):
     """Fails at the first image."""
 
