@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,12 @@ CHECKSUMS = "checksums.json"
 def cache_root() -> Path:
     """Return the absolute path of the user's cache folder, which may not exist yet.
 
-    It is ``$FEDEAS_CACHE``, read at every call so that a test or a launcher may change it, or ``~/.cache/fedeas``.
+    It is ``$FEDEAS_CACHE``, read at every call so that a test or a launcher may change it, or else ``fedeas`` in
+    ``$XDG_CACHE_HOME``, on Linux and if it is absolute as its specification wants, or ``~/.cache/fedeas``.
     """
-    return expanded(os.environ.get("FEDEAS_CACHE") or "~/.cache/fedeas", "FEDEAS_CACHE").absolute()
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    default = f"{caches if sys.platform == 'linux' and os.path.isabs(caches) else '~/.cache'}/fedeas"
+    return expanded(os.environ.get("FEDEAS_CACHE") or default, "FEDEAS_CACHE").absolute()
 
 
 def cache_hint(error: BaseException) -> str:

@@ -281,7 +281,10 @@ def test_atomic_folder_is_renamed_before_the_old_is_removed(tmp_path: Path, monk
 def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_root() == own_cache
     monkeypatch.delenv("FEDEAS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # not absolute, so it is ignored
     assert cache_root() == Path.home() / ".cache" / "fedeas"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache.parent))
+    assert cache_root() == (own_cache.parent if sys.platform == "linux" else Path.home() / ".cache") / "fedeas"
 
 
 def test_cache_in_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
