@@ -652,5 +652,5 @@ def _one_line(error: Any) -> str:
         return message
     message = message.removeprefix("Input should be ").removeprefix("must be ")
     near = difflib.get_close_matches(str(error["input"]).lower(), re.findall(r"[a-z][\w-]+", message), n=1, cutoff=0.8)
-    hint = f"; did you mean {near[0]!r}?" if near and near[0] not in str(error["input"]) else ""
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] != re.split("[: ]", str(error["input"]))[0] else ""
     return f"{'.'.join(map(str, error['loc']))} = {error['input']!r}: must be {message}{hint}"

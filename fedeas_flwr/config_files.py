@@ -109,6 +109,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = (part.strip() for part in word.partition("="))
         if not equals or not key:
             raise ConfigError(f"'{word}' is not key=value, such as beta=6")
+        if key in values:
+            raise ConfigError(f"{word}: {key} is given twice; give it once")
         values[key] = text
         with suppress(ValueError, RecursionError):
             found = tomllib.loads(f"v = {text}")

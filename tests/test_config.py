@@ -66,6 +66,7 @@ def test_quickstart_conf_equals_the_quickstart_fedeas_run(tmp_path: Path) -> Non
         ({"lr": 0.1}, ["'lr' = 0.1; did you mean 'learning-rate'?"]),
         ({"policy": "FedEAS"}, ["policy = 'FedEAS'", "; did you mean 'fedeas'?"]),
         ({"partition": "counts10.csv"}, ["partition = 'counts10.csv'", "`fedeas plan --counts`"]),
+        ({"policy": "fedeass"}, ["policy = 'fedeass'", "; did you mean 'fedeas'?"]),
         ({"strategy": "FedAvg"}, ["strategy = 'FedAvg'", "; did you mean 'fedavg'?"]),
         ({"dataset": "CIFAR10"}, ["dataset = 'CIFAR10'", "; did you mean 'cifar10'?"]),
         ({"policy": "magic"}, ["policy", "magic", "fedeas", "waterfill"]),
@@ -120,6 +121,8 @@ def test_overrides_are_parsed_as_toml_if_possible() -> None:
     assert parse_config(parse_overrides(["cache-limit=5000000000", 'data-dir="2024"'])).data_dir == "2024"
     with pytest.raises(ConfigError, match="'beta' is not key=value, such as beta=6"):
         parse_overrides(["beta"])
+    with pytest.raises(ConfigError, match=r"^seed=2: seed is given twice"):
+        parse_overrides(["seed=1", "beta=6", "seed=2"])
 
 
 @pytest.mark.parametrize("text", ["1\nlearning-rate=9", "1\n[table]", "1\nv.x=2"])

@@ -222,6 +222,8 @@ WRONG = {
     "users_policies:fractional": "must be an integer from 0",
     "users_policies:no_numbers": "must be integers",
     "users_policies:too_short": "returned shape (9,): must be (10,)",
+    "users_policies:returns_none": "returned None: must be (10,)",
+    "users_policies:LatePart": "rounds = 20: must be at least 30",
     "users_policies:raises": "raised ZeroDivisionError: no budget (users_policies.py, line ",
     "users_policies:random": "must be deterministic",
     "users_policies:UsesOthers": "by other clients' counts",

@@ -13,7 +13,7 @@ from fedeas_flwr.commands.output import check_folder, console, print_line, rejec
 from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
-from fedeas_flwr.config_files import read_config, read_values
+from fedeas_flwr.config_files import parse_overrides, read_config, read_values
 from fedeas_flwr.data.datasets import dataset_info
 
 
@@ -138,7 +138,9 @@ def federated_config(conf: Path, overrides: Sequence[str]) -> RunConfig:
     Overrides are for the training: with ``rounds=60`` it has 60 rounds, whatever the file says.
     """
     if read_values(conf).get("generator") != "federated":
-        return read_config(conf, ["task=generator", "policy=none", *overrides])
+        given = parse_overrides(overrides)
+        added = {"task": "generator", "policy": "none"}
+        return read_config(conf, [*(f"{key}={value}" for key, value in added.items() if key not in given), *overrides])
     recipe = [word for word in overrides if word.startswith("generator-training.")]
     training = generator_config(read_config(conf, recipe)).to_user_dict()
     return parse_config(training | read_values(None, [word for word in overrides if word not in recipe]))

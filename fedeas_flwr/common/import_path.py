@@ -68,9 +68,9 @@ def parse_arguments(text: str, key: str) -> dict[str, Any]:
         words = [word.partition("=") for word in shlex.split(text)]
     except ValueError as error:
         raise ConfigError(f"{key} = {text!r}: {one_line(error)}") from None
-    for name, equals, _ in words:
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"{key} = {text!r}: must be NAME=VALUE, separated by spaces, such as 'quantile=0.5'")
+    for name, equals, value in words:
+        if not equals or not name.isidentifier() or re.search(rf",({_NAME}=|$)", value):
+            raise ConfigError(f"{key} = {text!r}: must be NAME=VALUE, separated by spaces, as in 'a=0.5 b=2'")
     if len({name for name, _, _ in words}) < len(words):
         raise ConfigError(f"{key} = {text!r}: names an argument twice")
     return {name: _value(value) for name, _, value in words}

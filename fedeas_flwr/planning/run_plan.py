@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig
@@ -59,7 +60,11 @@ def check_own_policy(config: RunConfig, counts: Labels | None = None) -> None:
     """
     if config.policy not in POLICIES:
         counts = probe_counts(len(dataset_info(config.dataset).classes)) if counts is None else counts
-        check_policy(config.find_policy(), counts, config.policy_settings)
+        policy = config.find_policy()
+        check_policy(policy, counts, config.policy_settings)
+        if policy.parts[-1] > config.rounds:
+            last = f"policy {policy.name!r} has parts = {policy.parts}"
+            raise ConfigError(f"rounds = {config.rounds}: must be at least {policy.parts[-1]}: {last}")
 
 
 def requested_images(config: RunConfig, wanted: Labels) -> Labels:

@@ -48,7 +48,8 @@ class FunctionPolicy(Policy):
         rows = [np.asarray(self._call(row.copy(), given) if row.any() else row) for row in view.counts]
         for row in rows:
             if row.shape != view.counts.shape[1:]:
-                raise ConfigError(f"policy: {self.name!r} returned shape {row.shape}: must be {view.counts.shape[1:]}")
+                found = f"shape {row.shape}" if row.shape else repr(row.item())
+                raise ConfigError(f"policy: {self.name!r} returned {found}: must be {view.counts.shape[1:]}")
         return np.stack(rows)  # `checked_plan` checks the values
 
     def _call(self, counts: IntArray, given: Mapping[str, Any]) -> npt.ArrayLike:

@@ -42,6 +42,10 @@ from fedeas_flwr.runs.listing import export
         ("users_callbacks:StopAt", "callbacks: 'users_callbacks:StopAt' needs last; give it in callbacks"),
         ("users_callbacks:StopAt(first=1)", "callbacks: 'users_callbacks:StopAt' has no argument 'first'; it has last"),
         ("early-stop(0.8)", "callbacks: arguments of early-stop = '0.8': must be NAME=VALUE"),
+        (
+            "early-stop(target=0.9, patience=2)",
+            "callbacks: arguments of early-stop = 'target=0.9, patience=2': must be NAME=VALUE, separated by spaces",
+        ),
         ("early-stop", "callbacks = 'early-stop': needs target, patience or both"),
         ("early-stop(target=80)", "callbacks = 'early-stop(target=80)': target must be 0 < x ≤ 1"),
         ("early-stop(patience=0)", "callbacks = 'early-stop(patience=0)': patience must be a whole number ≥ 1"),

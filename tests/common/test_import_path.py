@@ -55,9 +55,10 @@ def test_arguments_are_numbers_words_and_texts() -> None:
     assert parse_arguments(text, "policy-args") == expected
     assert type(parse_arguments("n=10", "policy-args")["n"]) is int
     assert parse_arguments("", "policy-args") == {}
+    assert parse_arguments("rounds=3,5", "policy-args") == {"rounds": "3,5"}
 
 
-@pytest.mark.parametrize("text", ["0.5", "a-b=1", "a=1 a=2", "a='"])
+@pytest.mark.parametrize("text", ["0.5", "a-b=1", "a=1 a=2", "a='", "a=0.9, b=2", "a=0.9,b=2"])
 def test_bad_arguments_are_refused_with_key_and_value(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^policy-args = "):
         parse_arguments(text, "policy-args")

@@ -171,6 +171,11 @@ def test_too_small_bank_is_rejected_at_start(tmp_path: Path, backend: str) -> No
         prepared(*[24] * 10, policy="uniform", total=1000, shared_images="by-class")
 
 
+def test_mistyped_builtin_generator_is_suggested() -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no .*did you mean 'builtin'\?$"):
+        open_generator("buildin", "digits")
+
+
 def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["builtin", "sd-turbo", "bank:b", "sd-turbo:/m", "folder"]

@@ -68,6 +68,10 @@ def fractional(counts: IntArray) -> object:
     return counts / 3
 
 
+def returns_none(counts: IntArray) -> None:
+    counts.sum()
+
+
 def too_short(counts: IntArray) -> IntArray:
     return counts[1:]
 
@@ -98,6 +102,15 @@ class UsesOthers(Policy):
 
     def plan(self, view: ClientView) -> IntArray:
         return np.maximum(int(view.counts.mean()) - view.counts, 0)
+
+
+class LatePart(TwoParts):
+    """Has a part after the last round."""
+
+    name = "late-part"
+
+    def __init__(self) -> None:
+        super().__init__(later=30)
 
 
 class WrongFirstPart(TwoParts):

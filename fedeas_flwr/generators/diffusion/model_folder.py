@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object of a generator's folder."""
     needed = "a generator is a folder with unet/ and scheduler/ in diffusers' format"
     if not path.is_file():
-        raise FileNotFoundError(f"generator: there is no {path}; {needed}")
+        near = difflib.get_close_matches(path.parents[1].name, ("builtin", "sd-turbo", "federated"), 1, 0.8)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise FileNotFoundError(f"generator: there is no {path}; {needed}{hint}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
