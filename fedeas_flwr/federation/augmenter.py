@@ -26,7 +26,7 @@ from fedeas_flwr.data.hf_dataset import LABEL_NAMES
 from fedeas_flwr.data.own_images import few_names
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.messages import AugmentTask
-from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache import ImageCache, check_owner
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, check_unet, read_json
 from fedeas_flwr.generators.fill import checked_labels, repeated
 from fedeas_flwr.generators.interface import Generator, LazyGenerator, check_attributes
@@ -44,7 +44,8 @@ _STATE = "fedeas"
 class Augmenter:
     """Adds synthetic images to a client's dataset, in numbers planned with the β that `with_fedeas` sends.
 
-    A new object opens nothing. The generator is opened when an image is missing in the cache, once per process.
+    A new object checks its arguments, but opens nothing. The generator is opened when an image is missing in the cache,
+    once per process.
 
     Parameters
     ----------
@@ -76,8 +77,14 @@ class Augmenter:
     ) -> None:
         if not isinstance(generator, str):
             check_attributes(generator, repr(generator))
+        check_owner(seed, client=0)
         self._generator, self._transform, self._seed = generator, transform, seed
         self._dataset = dataset if isinstance(dataset, str) else tuple(dataset)
+        kind = GeneratorSpec.parse(generator).kind if isinstance(generator, str) else ""
+        if kind == "builtin" and self._dataset not in ("", "digits"):
+            raise ValueError(f"generator: 'builtin' is for digits only, not dataset = {dataset!r}")
+        if kind == "folder":
+            read_json(expanded(str(generator), "generator") / "unet" / "config.json")
         self._settings = (("device", device), *settings.items())
 
     def augment(self, dataset: Any, message: Message, context: Context) -> Any:

@@ -557,6 +557,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Augmenter(GENERATOR, seed="1").augment(Pictures(), message(), context()),  # type: ignore[arg-type]
         "seed='1': must be an integer",
     ),
+    "new object's seed": (lambda: Augmenter(GENERATOR, seed=-1), "seed=-1: must be an integer of at least 0"),
+    "new object's dataset": (lambda: Augmenter("builtin", "cifar10"), "generator: 'builtin' is for digits only"),
+    "new object's generator": (lambda: Augmenter("buildin", "digits"), "there is no .*did you mean 'builtin'"),
     "server's total": (lambda: with_fedeas(FedAvg(), BETA, total=5), "total=5: policy 'fedeas' sets its own"),
     "no answer line": (
         lambda: start(InlineGrid(users_app(answers=False), 4, {}), beta=BETA, policy="uniform"),
