@@ -7,7 +7,6 @@ They take NumPy arrays in messages, draw from global random generators, and keep
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
 from flwr.supercore import differential_privacy
 
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.common.npy import Arrays
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import Noise, stream
 from fedeas_flwr.common.rate_schedule import CONSTANT
 from fedeas_flwr.config import RunConfig
@@ -172,14 +171,25 @@ def unsaved_attributes(strategy: flower.Strategy) -> dict[str, str]:
     if type(strategy) in STATEFUL_ATTRIBUTES or isinstance(strategy, Stateful):
         return {}
     restored = {*stateful_attributes(strategy), _SET_IN_EACH_ROUND}
-    return {name: _hash(value) for name, value in vars(strategy).items() if name not in restored}
+    found = {name: value for name, value in vars(strategy).items() if name not in restored}
+    return {name: hashlib.sha256(b"".join(_content(value))).hexdigest() for name, value in found.items()}
 
 
-def _hash(value: Any) -> str:
-    try:
-        return hashlib.sha256(pickle.dumps(value)).hexdigest()
-    except Exception:  # such as a lock or a lambda
-        return repr(value)
+def _content(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of numbers, arrays, and containers of them; of another object only its repr."""
+    if isinstance(value, ArrayRecord):
+        value = to_arrays(value)
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _content(item)
+            yield b","
+    elif hasattr(value, "dtype"):
+        plain = value.detach().double() if hasattr(value, "detach") else value  # NumPy has no bfloat16
+        yield to_numpy({"": plain})[""].tobytes()
+    else:
+        yield repr(value).encode()
 
 
 def _named_arrays(value: Any) -> Iterable[tuple[str, Any]]:

@@ -363,7 +363,9 @@ def test_client_that_exits_the_interpreter_counts_as_failed(
         raise SystemExit(code)
 
     monkeypatch.setattr("fedeas_flwr.federation.learners.client_part", leave)
-    with pytest.raises(RunError, match=rf"round 1: 2 of 2 clients failed .* SystemExit: {code}$"):
+    with pytest.raises(
+        RunError, match=rf"round 1: 2 of 2 clients failed .* SystemExit: {code} \(test_5_\w+.py, line \d+\)$"
+    ):
         finish(quick(tmp_path / "r", policy="none", participation=0.5))
     assert RunDirectory(tmp_path / "r").status()[0] == "failed"
 
@@ -385,7 +387,7 @@ def test_unexpected_error_is_one_line_and_traceback_is_logged(tmp_path: Path, mo
         raise TypeError("two\nlines")
 
     monkeypatch.setattr(TrainingRounds, "train_round", broken)
-    with pytest.raises(RunError, match=r"^TypeError: two lines$"):
+    with pytest.raises(RunError, match=r"^TypeError: two lines \(test_5_\w+.py, line \d+\)$"):
         finish(quick(tmp_path / "r", policy="none"))
     assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
 

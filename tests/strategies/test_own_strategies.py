@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import users_strategies
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp import strategy as flower
 from rich.console import Console
 from runners import finish, quick, run_in_process, weights, with_fixed_noise_key
@@ -26,6 +27,7 @@ from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.notes import lost_state_notes
 from fedeas_flwr.runs.metrics import LOST, UNSAVED
+from fedeas_flwr.strategies.flower import unsaved_attributes
 from fedeas_flwr.strategies.registry import build_strategy, client_part, table_rows
 
 PACKAGE = Path(__file__).parents[2] / "fedeas_flwr"
@@ -171,6 +173,28 @@ def test_no_module_but_its_own_names_a_strategy() -> None:
         names = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         found += [(module, name) for name in names & STRATEGIES.keys() if module != f"strategies/{name}"]
     assert found == []
+
+
+def test_changes_in_place_are_noticed() -> None:
+    values = {
+        "array": np.zeros(3000),
+        "tensor": torch.zeros(3000),
+        "parameter": torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        "record": ArrayRecord([np.zeros(3000)]),
+        "nested": {"a": [np.zeros(3000), 1]},
+        "number": 1,
+    }
+    strategy = flower.FedAvg()
+    strategy.__class__ = type("Own", (flower.FedAvg,), {})
+    vars(strategy).update(values)
+    before = unsaved_attributes(strategy)
+    assert unsaved_attributes(strategy) == before
+    values["array"][1500] = values["tensor"][1500] = values["nested"]["a"][0][1500] = 1  # type: ignore[index]
+    values["parameter"].data[1] = 1  # type: ignore[attr-defined]
+    values["record"]["0"] = Array(np.ones(3000))  # type: ignore[index]
+    strategy.number = 2  # type: ignore[attr-defined]
+    after = unsaved_attributes(strategy)
+    assert {name for name in after if after[name] != before[name]} == values.keys()
 
 
 @pytest.mark.parametrize(
