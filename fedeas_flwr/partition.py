@@ -297,7 +297,7 @@ def _held_by_partitioner(
     if missing and not (isclass(build) and issubclass(build, Partitioner)):
         raise ConfigError(
             f"partition: {partition!r} needs {', '.join(missing)}: must be a Partitioner class of flwr-datasets, or a "
-            "function that returns one; arguments of its own are given in partition-args"
+            "function that returns one; its other arguments are given in partition-args"
         )
     partitioner = call_with(build, partition, "partition", {**known, **given})
     if not isinstance(partitioner, Partitioner):
