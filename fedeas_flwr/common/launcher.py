@@ -20,6 +20,8 @@ import torch
 
 MAX_QUEUED_PER_STREAM = 4
 """Maximum number of launches queued on a stream: a few milliseconds of work, longer than delays of this thread."""
+MAX_DIRECT = 32
+"""Maximum number of launches that a thread makes itself: handing over so few takes longer than they do."""
 PAUSE = 1e-4
 """Seconds to sleep when all queues are full."""
 
@@ -128,8 +130,11 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 def launch(stream: Any, steps: Sequence[Callable[[], object]]) -> None:
-    """Call ``steps`` in order: in the launching thread, or in this one without a stream."""
-    if stream is None:
+    """Call ``steps`` in order: in the launching thread; in this one if they are few, or without a stream.
+
+    The stream must be the current one.
+    """
+    if stream is None or len(steps) <= MAX_DIRECT:
         for step in steps:
             step()
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -30,6 +30,11 @@ class FederatedData:
     def num_classes(self) -> int:
         """Return the number of classes C."""
         return len(self.dataset.classes)
+
+    @cached_property
+    def largest(self) -> int:
+        """Return the number of training images of the client that has most."""
+        return max(map(len, self.partition.train))
 
     def train(self, client: int) -> tuple[Images, Labels]:
         """Return the training images and labels of client k, copied into memory."""

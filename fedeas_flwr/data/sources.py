@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,13 @@ def find_source(name: str, data_dir: str = "") -> Source:
 
 def _stamped(path: Path) -> str:
     stat = path.stat()
-    return f"{path.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
+    return f"{_resolved(path, stat.st_ino)} ({stat.st_size} bytes, {stat.st_mtime_ns})"
+
+
+@lru_cache
+def _resolved(path: Path, inode: int) -> Path:
+    """Return the path without links; every message of a client asks for it."""
+    return path.resolve()
 
 
 def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:

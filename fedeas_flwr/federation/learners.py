@@ -61,7 +61,8 @@ class ClassifierLearner:
         number, client, labels = client_round.number, client_round.client, client_round.labels
         inputs = algorithm.prepare(client_round) | common_inputs(config, classes, labels, number, client)
         batches, given = stream(config.seed, "batches", number, client), (client_round.trainable, client_round.buffers)
-        with self._engines.borrow(config, client_round.device, algorithm.objective) as engine:
+        borrowed = self._engines.borrow(config, client_round.device, algorithm.objective, client_round.most_samples)
+        with borrowed as engine:
             result, *trained = engine.train(*given, images, labels, batches, inputs)
         trainable, buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
         return Trained(result, trainable, buffers, algorithm.finish(client_round, trainable, buffers))

@@ -55,6 +55,8 @@ class ClientRound:
     """Labels of all images that the client trains on, synthetic ones included."""
     steps: int = 0
     """Number of training steps of a classifier in this round."""
+    most_samples: int = 0
+    """Estimate of the most samples that any client of this process trains on."""
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
         """Return a state as tensors on the client's device."""

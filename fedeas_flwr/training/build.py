@@ -82,7 +82,7 @@ def check_engine(config: RunConfig, device: str) -> None:
         )
 
 
-def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
+def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0, most_samples: int = 0) -> Engine:
     """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
 
     If a process has several engines, the GPU serves those of lower rank first. A step that cannot be captured in a
@@ -99,7 +99,14 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
         from fedeas_flwr.training.gpu.graphed import GraphedEngine
 
         return GraphedEngine(
-            build_network(config), training, normalise, config.precision, objective=objective, rank=rank, fused=fused
+            build_network(config),
+            training,
+            normalise,
+            config.precision,
+            objective=objective,
+            rank=rank,
+            fused=fused,
+            most_samples=most_samples,
         )
 
     def eager(differentiate: Differentiate, samples_at_once: int) -> Engine:
@@ -132,8 +139,8 @@ class EnginePool:
         self._count = 0
 
     @contextmanager
-    def borrow(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
-        """Yield the free engine of lowest rank, or a new one if none is free."""
+    def borrow(self, config: RunConfig, device: str, objective: Objective, most_samples: int = 0) -> Iterator[Engine]:
+        """Yield the free engine of lowest rank, or a new one, with room for ``most_samples``, if none is free."""
         with self._lock:
             if self._config != config:
                 self._config, self._free, self._count = config, {}, 0
@@ -141,7 +148,7 @@ class EnginePool:
             rank = min(free, default=self._count)
             engine = free.pop(rank, None)
             self._count = max(self._count, rank + 1)
-        engine = engine or build_engine(config, device, objective, rank)
+        engine = engine or build_engine(config, device, objective, rank, most_samples)
         try:
             yield engine
         finally:

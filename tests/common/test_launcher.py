@@ -12,7 +12,7 @@ import pytest
 import torch
 from waiting import LONG, wait_until
 
-from fedeas_flwr.common.launcher import MAX_QUEUED_PER_STREAM, SWITCH, Launcher
+from fedeas_flwr.common.launcher import MAX_DIRECT, MAX_QUEUED_PER_STREAM, SWITCH, Launcher, launch
 
 
 class Stream(str):
@@ -138,3 +138,12 @@ def test_launcher_drops_references_to_finished_jobs(current: list[str]) -> None:
     alive = weakref.ref(graph)
     del graph
     assert alive() is None
+
+
+def test_few_launches_stay_in_their_thread(current: list[str]) -> None:
+    threads: list[int] = []
+    for steps, own in ((MAX_DIRECT, True), (MAX_DIRECT + 1, False)):
+        threads.clear()
+        launch(Stream("one"), [lambda: threads.append(threading.get_ident())] * steps)
+        assert len(threads) == steps
+        assert (set(threads) == {threading.get_ident()}) is own

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,6 +241,29 @@ def test_random_networks_train_reproducibly_in_parallel(network: str, kind: str,
                 assert (together - one).norm() <= (0 if device == "cpu" else 0.01) * one.norm()
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_engine_with_room_for_the_largest_client_captures_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, original = [], GraphedEngine._captured_step
+
+    def captured_step(engine: GraphedEngine, step: Any) -> Any:
+        captured.append(engine)
+        return original(engine, step)
+
+    monkeypatch.setattr(GraphedEngine, "_captured_step", captured_step)
+    model = with_batchnorm(10, (8, 8, 1)).to(device)
+    recipe, normalise = LocalTrainingConfig(2, 16, 0.05), Normaliser((0.3,), (0.4,), device)
+    start, ends = read_state(model), []
+    for most in (0, 90):
+        captured.clear()
+        engine = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, most_samples=most)
+        for samples in (20, 50, 90):
+            _, end, _ = engine.train(*start, *data(samples, device), np.random.default_rng(samples))
+        assert len(captured) == (2 if most else 6)  # the steps for full and short batches
+        ends.append(end)
+    for key in start[0]:
+        torch.testing.assert_close(ends[0][key], ends[1][key], rtol=0 if device == "cpu" else 1e-4, atol=1e-5)
 
 
 def test_average_of_tensors_keeps_the_order_of_the_model() -> None:

@@ -73,7 +73,8 @@ class GraphedEngine:
     The captured step contains ``recipe`` and ``objective``, so they are fixed for an engine. ``precision`` is ``fp32``,
     ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32). On ``cpu`` the same steps
     run without graphs, for tests. The GPU serves engines of lower ``rank`` first, as far as it has stream priorities.
-    Without ``fused``, all layers are PyTorch's.
+    Without ``fused``, all layers are PyTorch's. The first capture makes room for ``most_samples`` samples; a client
+    with more needs another one.
     """
 
     def __init__(
@@ -86,10 +87,13 @@ class GraphedEngine:
         objective: Objective = CROSS_ENTROPY,
         rank: int = LAST,
         fused: bool = True,
+        most_samples: int = 0,
     ) -> None:
         self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
         self._objective, self._use_fused = objective, fused and device == "cuda" and not objective.needs_double_backward
+        self._most_samples = most_samples
         self._stream = own_stream(rank) if device == "cuda" else None
+        self._random = torch.Generator(device)  # for a model that draws random numbers
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -185,22 +189,26 @@ class GraphedEngine:
 
     @contextmanager
     def _own_random_numbers(self, batches: np.random.Generator) -> Iterator[None]:
-        """Seed the generator for a model that draws random numbers, and keep other threads from it in the block.
+        """Seed the random numbers of a model that draws them.
 
-        All graphs of a process read the seed from the same memory, and a graph that draws cannot be replayed while
-        another thread captures. So clients whose models draw train one after the other, as in the eager engine.
+        Graphs draw from the engine's own generator. Without graphs a model draws from the process's, so other threads
+        are kept from it in the block.
         """
-        if not self._uses_rng:
-            yield
+        if self._uses_rng and self._stream is not None:
+            self._random.manual_seed(stream_seed(batches))
+        elif self._uses_rng:
+            with drawing:
+                torch.default_generator.manual_seed(stream_seed(batches))
+                yield
             return
-        with capturing, drawing:
-            torch.default_generator.manual_seed(stream_seed(batches))
-            if self._device != "cpu":
-                torch.cuda.manual_seed(stream_seed(batches))
-            yield
+        yield
 
     def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
-        """Make the buffers large enough; return the graphs. Growth needs a new capture, so it is by at least half."""
+        """Make the buffers large enough; return the graphs.
+
+        Growth needs a new capture, which stops all streams. So the first buffers are for the largest client, and later
+        growth is by at least half.
+        """
         samples, device = len(images), self._device
         if self._graphs and samples <= len(self._pixels) and rows <= len(self._table):
             return self._graphs
@@ -209,7 +217,8 @@ class GraphedEngine:
             with capturing:  # compiles and loads kernels: once, and not during another thread's capture
                 self._build_for_shape(images.shape[1:])
         # At least one: a capture runs the step, even for a client whose only sample is skipped.
-        samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
+        samples = max(samples, len(self._pixels) * 3 // 2, self._most_samples, 1)
+        rows = max(rows, len(self._table) * 3 // 2, self.recipe.steps(self._most_samples), 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
         self._labels = torch.zeros(samples, dtype=torch.long, device=device)
         self._table = torch.zeros(rows, self.recipe.batch_size, dtype=torch.long, device=device)
@@ -226,7 +235,12 @@ class GraphedEngine:
         return self._graphs
 
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work if self._stream is None else capture(work, self._stream, before_each=self._row.zero_)
+        if self._stream is None:
+            return work
+        if not self._uses_rng:
+            return capture(work, self._stream, self._row.zero_)
+        with capturing, drawing:
+            return capture(work, self._stream, self._row.zero_, self._random)
 
     def _captured_step(self, step: Callable[[], None]) -> Callable[[], None]:
         self._count.fill_(2.0)
