@@ -11,7 +11,8 @@ always does. The programs of the first three are in peer_programs/ and keep PyTo
 Jobs: A, the paper's FedAvg with 100 clients (conf/cifar10-k100.toml, protocol clean). B, pfl-research's CIFAR-10
 benchmark: 1,000 clients of 50 images, 50 a round, its small CNN. C, 10,000 clients of 5 images, 100 a round, the same
 CNN. B-plain and C-plain: without dropout. Partition, network, initial weights and hyperparameters are the same for all
-peers; only Flower samples other clients. All evaluate after every round; ours also write records and a checkpoint.
+peers; only Flower samples other clients. All evaluate after every round; ours also write a record then, and a
+checkpoint every 20 rounds.
 
 Round 1 is not timed. Speed is that of the next --timed rounds, accuracy the mean of the last 20 rounds. A peer whose
 complete record is in --out is skipped, so a second command does the rest. --limit: seconds for the whole command; the
@@ -70,7 +71,7 @@ PEERS = ("flower:10", "pfl:1", "pfl:5", "torch", "inline:tf32:10", "inline:bf16:
 PROGRAMS = {"flower": "flower_simulation", "pfl": "pfl_research", "torch": "plain_torch"}
 OURS = ("inline", "ray")
 PACKAGES = ("torch", "torchvision", "numpy", "flwr", "ray", "pfl")
-ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off", "protocol": "clean"}
+ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off", "protocol": "clean", "checkpoint-every": 20}
 NETWORKS = "peer_programs.networks:"
 SMALL_CNN: dict[str, Any] = {"local-epochs": 1, "learning-rate": 0.1, "alpha": 1e6}
 """As in pfl-research's benchmark; α only names the partitions of equal parts in this script's cache."""

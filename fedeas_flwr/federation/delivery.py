@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from logging import WARNING
 from typing import Any
 
@@ -79,8 +79,7 @@ def collect(grid: Grid, sent: Sequence[Message]) -> dict[int, Message]:
     """Return the replies to messages that `deliver` sent without getting one, as far as they are here now, by node."""
     if not sent:
         return {}
-    by_id = _by_id(sent)
-    return _by_node(by_id, list(grid.pull_messages(by_id)))
+    return _by_node(sent, grid.pull_messages(_by_id(sent)))
 
 
 def has_died(grid: Grid, reply: Message | None) -> bool:
@@ -159,8 +158,7 @@ def _exchange(
     restarted, although Flower delivers no message twice.
     """
     if isinstance(grid, InlineGrid):
-        found = list(grid.send_and_receive(out))
-        return _by_node(_by_id(out), found, on_reply)
+        return _by_node(out, grid.send_and_receive(out), on_reply)
     since = _online_since(grid)
     if simulation := isinstance(grid, SimulationGrid):
         _share_arrays(out)
@@ -175,7 +173,7 @@ def _exchange(
     }
     waiting = sent.keys() & taken
     while waiting:
-        answered = _by_node(sent, list(grid.pull_messages(waiting)), on_reply)
+        answered = _by_node(out, grid.pull_messages(waiting), on_reply)
         waiting -= {reply.metadata.reply_to_message_id for reply in answered.values()}
         replies |= answered
         now = _online_since(grid)
@@ -207,11 +205,14 @@ def _by_id(out: Sequence[Message]) -> dict[str, Message]:
 
 
 def _by_node(
-    sent: Mapping[str, Message], replies: Sequence[Message], on_reply: OnReply = lambda node, reply: None
+    out: Sequence[Message], replies: Iterable[Message], on_reply: OnReply = lambda node, reply: None
 ) -> dict[int, Message]:
     """Return replies by the node of the message; ignore those to other messages, such as an earlier round's."""
     found: dict[int, Message] = {}
+    sent: dict[str, Message] = {}
     for reply in replies:
+        if reply.metadata.reply_to_message_id not in sent:  # after the first reply, all messages have ids
+            sent = _by_id(out)
         # Not the sender's id: if a node's reply is broken, Flower replies in its own name.
         message = sent.get(reply.metadata.reply_to_message_id)
         if message is None or message.metadata.dst_node_id in found:

@@ -65,8 +65,14 @@ class InlineGrid(_SendAndReceiveGrid):
         return list(self._contexts)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Handle the messages and return the replies in order; ``timeout`` is ignored."""
-        return list((self._pool.map if self._pool else map)(self._deliver, messages))
+        """Return an iterator over the replies, in the order of the messages; ``timeout`` is ignored.
+
+        Without threads, a message is handled when its reply is requested.
+        """
+        sent = list(messages)
+        for message in sent:
+            set_message_id(message)
+        return (self._pool.map if self._pool else map)(self._deliver, sent)
 
     def close(self) -> None:
         """Stop the workers after their current messages, without waiting for them; drop the queued messages."""
@@ -74,7 +80,6 @@ class InlineGrid(_SendAndReceiveGrid):
             self._pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run does not wait for epochs
 
     def _deliver(self, message: Message) -> Message:
-        set_message_id(message)
         try:
             return self._app(message, self._contexts[message.metadata.dst_node_id])
         except Exception as error:  # an error reply, as on Flower's own grids

@@ -9,11 +9,12 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import cast
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr.client_app import app
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.grids import GridView, InlineGrid
 from fedeas_flwr.federation.messages import build_query, failure_reason, read_answer
 
@@ -25,6 +26,19 @@ def test_inline_grid_reaches_all_clients_and_replies_in_order() -> None:
         replies = grid.send_and_receive([build_query(node, "identity") for node in reversed(nodes)])
         assert [read_answer(reply, "partitions") for reply in replies] == [(3, 4), (2, 4), (1, 4), (0, 4)]
         grid.close()
+
+
+def test_reply_is_reported_before_the_next_client_starts() -> None:
+    events: list[tuple[str, int]] = []
+
+    def handle(message: Message, context: Context) -> Message:
+        events.append(("started", message.metadata.dst_node_id))
+        return Message(RecordDict(), reply_to=message)
+
+    grid = InlineGrid(cast(ClientApp, handle), 2, parse_config({"clients": 2}).to_user_dict())
+    out = [build_query(node, "identity") for node in grid.get_node_ids()]
+    assert list(deliver(grid, out, 0, lambda node, reply: events.append(("replied", node)))) == [1, 2]
+    assert events == [("started", 1), ("replied", 1), ("started", 2), ("replied", 2)]
 
 
 def test_closed_inline_grid_does_not_wait_for_busy_clients() -> None:
