@@ -161,7 +161,7 @@ def train_client(message: Message, context: Context) -> Message:
         extra=messages.read_extra(message),
         memory=state.memory,
         labels=labels,
-        most_samples=data.largest * (2 if config.generates else 1),
+        most_samples=data.largest * 3 // 2 if config.generates else data.largest,
     )
     trained = find_learner(config).train(client_round, images, by_reference)
 

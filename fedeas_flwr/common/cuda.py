@@ -7,8 +7,7 @@ captured on such a stream, another engine's launches on it would fail or become 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,10 +40,7 @@ def release_cached_memory() -> None:
 
 
 def capture(
-    step: Callable[[], None],
-    stream: torch.cuda.Stream,
-    before_each: Callable[[], object] = lambda: None,
-    random: torch.Generator | None = None,
+    step: Callable[[], None], stream: torch.cuda.Stream, before_each: Callable[[], object] = lambda: None
 ) -> Callable[[], None]:
     """Capture ``step`` on ``stream``, the current stream; return a function that replays it.
 
@@ -56,8 +52,6 @@ def capture(
         The graph's own stream, which nothing else uses during the capture.
     before_each
         Resets the state that ``step`` changes; called before each of its runs.
-    random
-        Generator of the step's random numbers, in place of the device's, whose seed is the same for all threads.
 
     Raises
     ------
@@ -66,7 +60,7 @@ def capture(
     torch.OutOfMemoryError
         If there is not enough memory.
     """
-    with capturing, _drawing_from(random):
+    with capturing:
         for _ in range(WARM_UPS):  # libraries choose kernels and allocate workspaces outside the capture
             before_each()
             step()
@@ -89,21 +83,6 @@ def capture(
                     raise known from None
             raise CaptureError(one_line(first)) from error
     return graph.replay
-
-
-@contextmanager
-def _drawing_from(random: torch.Generator | None) -> Iterator[None]:
-    """Let the device's default generator draw from the state of ``random`` in the block; None: change nothing."""
-    if random is None:
-        yield
-        return
-    default = torch.cuda.default_generators[random.device.index]
-    before = default.graphsafe_get_state()
-    default.graphsafe_set_state(random.graphsafe_get_state())
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(before)
 
 
 def _end_capture_of_random_numbers(device: torch.device) -> None:

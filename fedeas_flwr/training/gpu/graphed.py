@@ -93,7 +93,6 @@ class GraphedEngine:
         self._objective, self._use_fused = objective, fused and device == "cuda" and not objective.needs_double_backward
         self._most_samples = most_samples
         self._stream = own_stream(rank) if device == "cuda" else None
-        self._random = torch.Generator(device)  # for a model that draws random numbers
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -189,19 +188,19 @@ class GraphedEngine:
 
     @contextmanager
     def _own_random_numbers(self, batches: np.random.Generator) -> Iterator[None]:
-        """Seed the random numbers of a model that draws them.
+        """Seed the generator for a model that draws random numbers, and keep other threads from it in the block.
 
-        Graphs draw from the engine's own generator. Without graphs a model draws from the process's, so other threads
-        are kept from it in the block.
+        All graphs of a process read the seed from the same memory, and a graph that draws cannot be replayed while
+        another thread captures. So clients whose models draw train one after the other, as in the eager engine.
         """
-        if self._uses_rng and self._stream is not None:
-            self._random.manual_seed(stream_seed(batches))
-        elif self._uses_rng:
-            with drawing:
-                torch.default_generator.manual_seed(stream_seed(batches))
-                yield
+        if not self._uses_rng:
+            yield
             return
-        yield
+        with capturing, drawing:
+            torch.default_generator.manual_seed(stream_seed(batches))
+            if self._device != "cpu":
+                torch.cuda.manual_seed(stream_seed(batches))
+            yield
 
     def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
         """Make the buffers large enough; return the graphs.
@@ -235,12 +234,7 @@ class GraphedEngine:
         return self._graphs
 
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        if self._stream is None:
-            return work
-        if not self._uses_rng:
-            return capture(work, self._stream, self._row.zero_)
-        with capturing, drawing:
-            return capture(work, self._stream, self._row.zero_, self._random)
+        return work if self._stream is None else capture(work, self._stream, before_each=self._row.zero_)
 
     def _captured_step(self, step: Callable[[], None]) -> Callable[[], None]:
         self._count.fill_(2.0)
