@@ -15,57 +15,40 @@ WEAK = "†"
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
     gains = (generator_notes, no_gain_notes, seed_notes, weak_gain_notes)
-    endings = (unfinished_notes, stop_notes, gap_notes, lost_state_notes)
-    makers = (*endings, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
+    makers = (ending_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
     return [note for make in makers for note in make(groups)]
 
 
-def unfinished_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run that has not finished, and whether it is included."""
-    included = [member for group in groups for member in group.members if not member.is_finished]
+def ending_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run that is unfinished, stopped early, had gaps or lost the state of its strategy."""
+    members = [member for group in groups for member in group.members]
     excluded = [member for group in groups for member in group.excluded]
     return [
-        *(f"Not finished: {_progress(member)}" for member in included),
-        *(f"Not finished, so not counted: {_progress(member)}" for member in excluded),
+        *(f"Not finished: {_progress(member)}, {member.run.state()}" for member in members if not member.is_finished),
+        *(f"Not finished, so not counted: {_progress(member)}, {member.run.state()}" for member in excluded),
+        *(
+            f"Stopped early: {_progress(member)}, {member.summary['stopped']}"
+            for member in members
+            if "stopped" in member.summary
+        ),
+        *(
+            f"{'Finished, with gaps' if member.is_finished else 'Gaps'}: {member.run.path.name}, "
+            f"{member.summary['gaps']}"
+            for member in members
+            if "gaps" in member.summary
+        ),
+        *(
+            f"Resumed without the state of its strategy: {member.run.path.name}, in round {record['round']}, "
+            f"{', '.join(record[LOST])}"
+            for member in members
+            for record in member.rounds
+            if LOST in record
+        ),
     ]
 
 
 def _progress(member: Member) -> str:
-    run = member.run
-    return f"{run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, {run.state()}"
-
-
-def stop_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run that a callback stopped before its last round."""
-    return [
-        f"Stopped early: {member.run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, "
-        f"{member.summary['stopped']}"
-        for group in groups
-        for member in group.members
-        if "stopped" in member.summary
-    ]
-
-
-def gap_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run in which clients were missing."""
-    return [
-        f"{'Finished, with gaps' if member.is_finished else 'Gaps'}: {member.run.path.name}, {member.summary['gaps']}"
-        for group in groups
-        for member in group.members
-        if "gaps" in member.summary
-    ]
-
-
-def lost_state_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run that was resumed without the state of its strategy."""
-    return [
-        f"Resumed without the state of its strategy: {member.run.path.name}, in round {record['round']}, "
-        f"{', '.join(record[LOST])}"
-        for group in groups
-        for member in group.members
-        for record in member.rounds
-        if LOST in record
-    ]
+    return f"{member.run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds"
 
 
 def generator_notes(groups: Sequence[Group]) -> list[str]:
@@ -148,7 +131,5 @@ def _group_by_reason(what: str, reasons: Sequence[tuple[str, str]]) -> list[str]
     names: dict[str, list[str]] = {}
     for reason, name in reasons:
         names.setdefault(reason, []).append(name)
-    joined = {
-        reason: ("; " if any("," in name for name in found) else ", ").join(found) for reason, found in names.items()
-    }
-    return [f"{what} of {listed}: {reason}" for reason, listed in joined.items()]
+    commas = {reason: "; " if any("," in name for name in found) else ", " for reason, found in names.items()}
+    return [f"{what} of {commas[reason].join(found)}: {reason}" for reason, found in names.items()]

@@ -25,7 +25,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.report.groups import group_runs
-from fedeas_flwr.report.notes import lost_state_notes
+from fedeas_flwr.report.notes import ending_notes
 from fedeas_flwr.runs.metrics import LOST, UNSAVED
 from fedeas_flwr.strategies.flower import unsaved_attributes
 from fedeas_flwr.strategies.registry import build_strategy, client_part, table_rows
@@ -91,7 +91,7 @@ def test_resume_restores_known_state_and_records_other(tmp_path: Path, name: str
     text = (folder / "flower.log").read_text()
     assert text.count("changed rounds, sent") == 2 * bool(unsaved)  # each start warns once
     assert text.count("resumed without rounds, sent") == bool(unsaved)
-    notes = lost_state_notes(group_runs([resumed])[0])
+    notes = ending_notes(group_runs([resumed])[0])
     assert len(notes) == bool(unsaved) and all("in round 3, rounds, sent" in note for note in notes)
 
 
