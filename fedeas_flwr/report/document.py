@@ -29,7 +29,7 @@ from fedeas_flwr.report.notes import WEAK, notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.paired import PairedRuns
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
-from fedeas_flwr.report.style import GAMMA_HAT, LineStyle, legend_above
+from fedeas_flwr.report.style import GAMMA_HAT, legend_above
 from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 NOTHING = "–"
@@ -80,21 +80,17 @@ def _opening(groups: Sequence[Group]) -> list[str]:
 
 def result_tables(groups: Sequence[Group]) -> list[Table]:
     """Return the results, one row per group, with a table for each number of rounds: others cannot be compared."""
+    thresholds = {group.config.threshold for group in groups}
+    reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
     lengths = sorted({tuple(group.lengths) for group in groups})
     tables = []
     for found in lengths:
         name = f"{' and '.join(map(str, found))} round{'' if found == (1,) else 's'}" if len(lengths) > 1 else ""
-        tables.append(_result_table(name, [group for group in groups if group.lengths == [*found]], groups))
+        shown = [group for group in groups if group.lengths == [*found]]
+        accuracies = (f"{score_of(shown)} %", "final %", "peak %")
+        head = (name, "seeds", *accuracies, "images", "gain", "η", reached, "Γ̂", "seconds")
+        tables.append(Table(head, [_result_row(group, groups) for group in shown], [group.style for group in shown]))
     return tables
-
-
-def _result_table(name: str, shown: Sequence[Group], groups: Sequence[Group]) -> Table:
-    """Return the table of the groups to be ``shown``, whose baselines are among ``groups``."""
-    thresholds = {group.config.threshold for group in groups}
-    reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
-    accuracies = (f"{score_of(shown)} %", "final %", "peak %")
-    head = (name, "seeds", *accuracies, "images", "gain", "η", reached, "Γ̂", "seconds")
-    return Table(head, [_result_row(group, groups) for group in shown], _styles(shown))
 
 
 def _results(groups: Sequence[Group]) -> Section:
@@ -132,10 +128,6 @@ def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
         spread.show(digits=3) if spread else NOTHING,
         f"{group.wall_clock:,.0f} {', '.join(sorted({member.config.backend for member in group.members}))}",
     ]
-
-
-def _styles(groups: Sequence[Group]) -> list[LineStyle]:
-    return [group.style for group in groups]
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
@@ -197,7 +189,7 @@ def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section
         cells = [f"{100 * worst[1]:.1f}", NOTHING if before is None else f"{100 * before:.1f}"]
         rows.append([group.name, names[worst[0]], *cells, f"{100 * float(np.nanmean(values)):.1f}"])
     head = ("", "worst class", "its accuracy %", "that class before filling %", "mean of the classes %")
-    table = Table(head, rows, _styles(known))
+    table = Table(head, rows, [group.style for group in known])
     pictures = _picture(picture, caption, lambda axes: draw_classes(axes, known, names, baseline))
     return Section(title, (), (table,), pictures)
 
@@ -218,7 +210,7 @@ def _worst_tenth(groups: Sequence[Group]) -> Section | None:
         return None
     caption = "Accuracy of the tenth of clients with the lowest accuracy in a round, on their own test images."
     rows = [[group.name, group.worst_tenth.show(100)] for group in known if group.worst_tenth]
-    table = Table(("", f"{score_of(known)} %"), rows, _styles(known))
+    table = Table(("", f"{score_of(known)} %"), rows, [group.style for group in known])
     measure, label = "worst_tenth_accuracy", "accuracy of the worst tenth (%)"
     pictures = _picture("worst-tenth", caption, lambda axes: draw_measure(axes, known, measure, label, 100))
     return Section("The worst tenth of clients", (), [table], pictures)
@@ -291,7 +283,7 @@ def _time(groups: Sequence[Group]) -> Section:
         for group, row in zip(groups, spent, strict=True)
     ]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
-    return Section("Time by phase", (), [Table(("seconds", *names), rows, _styles(groups))], pictures)
+    return Section("Time by phase", (), [Table(("seconds", *names), rows, [group.style for group in groups])], pictures)
 
 
 def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
@@ -301,10 +293,9 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     diff = Table(("key", *(group.name for group in groups)), rows)
     runs = [(group.name, member) for group in groups for member in group.all_members]
     folders = [[name, member.run.path.name, str(member.config.seed)] for name, member in runs]
-    text = ["Keys in which the groups differ; keys of generation do not apply to groups that generate nothing."]
-    if not differing:
-        text = ["There is only one group, so nothing differs."]
-    text += [f"Left out: {reason}." for reason in left_out]
+    differ = "Keys in which the groups differ; keys of generation do not apply to groups that generate nothing."
+    alone = "There is only one group, so nothing differs."
+    text = [differ if differing else alone, *(f"Left out: {reason}." for reason in left_out)]
     used = {key: str(value) for config in configs for key, value in group_key(config).items()}
     same = [[key, value] for key, value in used.items() if key not in differing]
     tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
