@@ -83,25 +83,22 @@ def _rounds_axis(axes: Axes) -> None:
 
 def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], baseline: Group | None) -> None:
     """Draw the accuracy of every class, sorted by the baseline; a bar joins the groups of a class."""
-    known = [group for group in groups if group.per_class is not None]
-    order = np.argsort((baseline or known[0]).per_class)  # type: ignore[arg-type]
-    places = np.arange(len(order))
+    first = baseline or groups[0]
+    order = np.argsort(np.asarray(first.per_class))
+    places, values = np.arange(len(order)), [100 * np.asarray(group.per_class)[order] for group in groups]
     if len(order) <= MAX_CLASSES_NAMED:
-        values = np.stack([100 * group.per_class[order] for group in known if group.per_class is not None])
         # fmin and fmax ignore NaN, without a warning for a class that was never tested.
         lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
         axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
-        for group, row in zip(known, values, strict=True):
+        for group, row in zip(groups, values, strict=True):
             axes.plot(places, row, group.style.marker, ms=7, color=group.style.colour, label=group.name, zorder=2)
         _name_classes(axes, [classes[label] for label in order])
     else:
-        for group in known:
-            assert group.per_class is not None
-            values, line = 100 * group.per_class[order], group.style.line
-            axes.plot(places, values, color=group.style.colour, ls=line, lw=1.3, label=group.name)
+        for group, row in zip(groups, values, strict=True):
+            axes.plot(places, row, color=group.style.colour, ls=group.style.line, lw=1.3, label=group.name)
         axes.set_xticks([])
-    label = textwrap.fill(f"class, worst first for: {(baseline or known[0]).name}", 95, break_on_hyphens=False)
-    axes.set(xlabel=label, ylabel=f"accuracy (%), {score_of(known)}")
+    label = textwrap.fill(f"class, worst first for: {first.name}", 95, break_on_hyphens=False)
+    axes.set(xlabel=label, ylabel=f"accuracy (%), {score_of(groups)}")
     tidy(axes, grid="y")
     within(axes, 100)
 
