@@ -304,7 +304,8 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """Return the group that differs only in generating nothing; of several, one with the same seeds and `gamma-hat`."""
     if _is_baseline(group.config):
         return None
-    fitting = [other for other in _without_images(group, groups) if not _differing_keys(group, other)]
+    own = group.key_without_images
+    fitting = [other for other in _without_images(group, groups) if not differing_keys(own, other.key_without_images)]
     seeds, form = group.seeds, group.config.gamma_hat
     return min(
         fitting,
@@ -320,15 +321,10 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     if baseline := baseline_of(group, groups):
         unequal = f"it has reached {_ends(group)}, but the group that generates nothing {_ends(baseline)}"
         return None if _as_far(group, baseline) else unequal
-    others = _without_images(group, groups)
+    others = [other.key_without_images for other in _without_images(group, groups)]
     if not others:
         return "there is no group that generates nothing (policy = none)"
-    nearest = min(others, key=lambda other: len(_differing_keys(group, other)))
-    mine, theirs = group_key(group.config), group_key(nearest.config)
-    keys = [
-        f"{key} = {show_value(theirs[key])}, not {show_value(mine[key])}" for key in _differing_keys(group, nearest)
-    ]
-    return f"the nearest group that generates nothing has {'; '.join(keys)}"
+    return f"the nearest group that generates nothing has {nearest_differences(group.key_without_images, others)}"
 
 
 def _ends(group: Group) -> str:
@@ -345,14 +341,16 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
     return [other for other in groups if other is not group and _is_baseline(other.config)]
 
 
-def _differing_keys(group: Group, other: Group) -> list[str]:
-    """Return the keys, except those of generation, in which two groups differ; both must use the key."""
-    return differing_keys(group.key_without_images, other.key_without_images)
-
-
 def differing_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the keys with different values, of those that both have."""
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
+
+
+def nearest_differences(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Return as text the keys in which the nearest of other settings differs, with both values."""
+    theirs = min(others, key=lambda other: len(differing_keys(mine, other)))
+    keys = differing_keys(mine, theirs)
+    return "; ".join(f"{key} = {show_value(theirs[key])}, not {show_value(mine[key])}" for key in keys)
 
 
 def comparable_baseline(group: Group, groups: Sequence[Group]) -> Group | None:

@@ -21,6 +21,7 @@ from fedeas_flwr.report.groups import (
     differing_keys,
     group_key,
     group_names,
+    nearest_differences,
     show_value,
 )
 from fedeas_flwr.report.page import Table
@@ -196,12 +197,17 @@ def pair_runs(groups: Sequence[Group], key: str, value: Any) -> PairedRuns:
     if len(references) == len(using):
         raise ConfigError(f"{given}: all runs that use {key} have this value; give another key or more runs")
     comparisons, notes = [], []
+    free = (*_PAIRED_BY, *_ONLY_MEASURED, key, f"{key}-args")
+    theirs = [group_key(reference.config, free) for reference in references]
     for setting in settings:
         if setting in references:
             continue
-        fitting = [one for one in references if not _differing(setting, one, key)] if setting in using else []
+        fitting, why = [], f"it does not use {key}"
+        if setting in using:
+            mine = group_key(setting.config, free)
+            fitting = [one for one, keys in zip(references, theirs, strict=True) if not differing_keys(mine, keys)]
+            why = nearest_differences(mine, theirs)
         if not fitting:
-            why = _why_none_fits(setting, references, key) if setting in using else f"it does not use {key}"
             notes.append(f"Not compared with {key} = {show_value(value)}: {setting.name}: {why}")
         for reference in fitting:
             own, others = setting.runs, reference.runs
@@ -231,23 +237,6 @@ def _settings(groups: Sequence[Group]) -> list[_Setting]:
 
 def _has(config: RunConfig, key: str, value: Any) -> bool:
     return value in (group_key(config)[key], config.to_user_dict()[key])  # a path may be given by its name
-
-
-def _differing(setting: _Setting, other: _Setting, key: str) -> list[str]:
-    """Return the further keys in which two settings differ."""
-    free = (*_PAIRED_BY, *_ONLY_MEASURED, key, f"{key}-args")
-    return differing_keys(group_key(setting.config, free), group_key(other.config, free))
-
-
-def _why_none_fits(setting: _Setting, references: Sequence[_Setting], key: str) -> str:
-    """Return the keys in which the nearest reference differs."""
-    nearest = min(references, key=lambda other: len(_differing(setting, other, key)))
-    mine, theirs = group_key(setting.config), group_key(nearest.config)
-    found = [
-        f"{name} = {show_value(theirs[name])}, not {show_value(mine[name])}"
-        for name in _differing(setting, nearest, key)
-    ]
-    return "; ".join(found)
 
 
 def _unpaired(setting: _Setting, other: _Setting, paired: Sequence[tuple[int, int]]) -> list[str]:
