@@ -47,14 +47,8 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
     share of that daemon's queues. If MPS is missing, or does not work (logged as a warning), yield nothing: processes
     then take turns on the GPU.
 
-    Parameters
-    ----------
-    folder
-        Folder for the daemon's sockets; its path must be short.
-    environment
-        Environment of the processes that will use the GPU.
-    processes
-        Number of these processes.
+    ``folder`` is for the daemon's sockets; its path must be short. ``environment`` is that of the processes that will
+    use the GPU, and ``processes`` their number.
     """
     if environment.get(PIPE):
         given = environment.get(QUEUES, "")
@@ -88,14 +82,8 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     """Run one MPS daemon for all runs of a sweep, and yield a function from a run's config to its variables.
 
     Also measure how many clients a run trains in parallel (resources.py) before the first run starts: measured while
-    other runs use the GPU, the result would be wrong, and it is cached.
-
-    Parameters
-    ----------
-    configs
-        Configs of the runs; some may not use MPS or the GPU.
-    at_once
-        Number of parallel runs; a single run shares the GPU with nobody.
+    other runs use the GPU, the result would be wrong, and it is cached. Some of the runs may not use MPS or the GPU;
+    if only one runs ``at_once``, it shares the GPU with nobody.
     """
     installed = at_once > 1 and shutil.which(CONTROL) is not None
     sharing = [config for config in configs if may_share_gpu(config)] if installed else []

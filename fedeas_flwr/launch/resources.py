@@ -107,13 +107,7 @@ def _reason(error: Exception) -> str:
 
 
 def choose(measured: Mapping[str, Any]) -> int:
-    """Return the smallest number of clients whose rate is within 5 % of the best that fits in memory.
-
-    Parameters
-    ----------
-    measured
-        ``images_per_second`` by number of clients, ``bytes_a_client`` and ``bytes_free``.
-    """
+    """Return the smallest number of clients whose rate is within 5 % of the best that fits in memory; see `measure`."""
     most = int(_FREE * measured["bytes_free"] // (measured["bytes_a_client"] + _PROCESS_BYTES))
     rates = {int(count): float(rate) for count, rate in measured["images_per_second"].items()}
     allowed = {count: rate for count, rate in rates.items() if count <= max(1, most)}

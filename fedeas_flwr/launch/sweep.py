@@ -175,21 +175,10 @@ def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[s
 
 
 def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Path) -> Sweep:
-    """Return a sweep of every combination of the grid's values, all of them valid run-configs.
+    """Return a sweep of every combination of the grid's values; raise `ConfigError` for an invalid key or value.
 
-    Parameters
-    ----------
-    common
-        Run-config keys that all runs share; they need to be valid only together with the grid's values.
-    grid_words
-        ``key=value,value…``, one string per key; the last key varies fastest.
-    folder
-        Folder of the runs.
-
-    Raises
-    ------
-    ConfigError
-        For an invalid key or value, in one line.
+    All runs share the run-config keys ``common``, which need to be valid only together with the grid's values. Each of
+    the ``grid_words`` is ``key=value,value…``; the last key varies fastest.
     """
     for key in ("run-dir", "resume"):
         if common.get(key):

@@ -48,10 +48,7 @@ def launch_folder() -> Iterator[Path]:
 def dead_launches() -> dict[str, list[int]]:
     """Find this user's launches whose launcher was killed and whose processes no watchdog has ended.
 
-    Returns
-    -------
-    dict[str, list[int]]
-        The temporary folder of each launch, which is also its mark, and the PIDs of the processes with this mark.
+    Return the temporary folder of each launch, which is also its mark, and the PIDs of the processes with this mark.
     """
     if os.name != "posix":
         return {}
