@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -40,12 +40,8 @@ SHARE_NETWORK = "FEDEAS_SHARE_NETWORK"
 def launch(config: RunConfig, console: Console) -> RunDirectory:
     """Run ``config`` to its end on its backend and return the run directory.
 
-    Raises
-    ------
-    RunError
-        If the run could not start; a `RunFailedError` if it did not finish. The message is one line.
-    KeyboardInterrupt
-        If the user stopped the run; it can be resumed.
+    Raise `RunError`, whose message is one line, if the run could not start, and `RunFailedError` if it did not finish.
+    After a `KeyboardInterrupt` it can be resumed.
     """
     # Write the folder, its config and a new status before anything slow starts: a rejection is immediate, an old status
     # is not mistaken for this run's, and a run stopped by Ctrl-C can always be resumed.
@@ -179,26 +175,20 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isol
         )
         within = inside(superlink.pid) if isolated else []
         federation = {"num-supernodes": config.clients, **resources}
-        run_id = _submit(stage_app(config, folder / "fedeas"), federation, environment, folder, within)
+        # Ray runs already, so its own size is not for Flower.
+        sizes = " ".join(f"{key}={value}" for key, value in federation.items() if not key.startswith("init-args"))
+        words = ["run", str(stage_app(config, folder / "fedeas")), "own", "--federation-config", sizes]
+        started = run_flwr_json(words, environment, folder, within)
+        if not (run_id := started.get("run-id")):
+            raise RunFailedError(f"Flower did not start the run: {started.get('error-message', started)}")
 
         def finished_by_flower() -> str:
-            answer = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder, within)
+            answer = run_flwr_json(["list", "own", "--run-id", str(run_id)], environment, folder, within)
             found = answer.get("runs") or [{}]
             status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
         _follow(superlink, processes, finished_by_flower, run, progress)
-
-
-def _submit(
-    app: Path, federation: Mapping[str, float], environment: dict[str, str], folder: Path, within: Sequence[str]
-) -> str:
-    # Ray runs already, so its own size is not for Flower.
-    words = " ".join(f"{key}={value}" for key, value in federation.items() if not key.startswith("init-args"))
-    answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder, within)
-    if not answer.get("run-id"):
-        raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
-    return str(answer["run-id"])
 
 
 def _follow(

@@ -168,31 +168,13 @@ class Watcher(Protocol):
 def run_sweep(
     sweep: Sweep, slots: int, retries: int, watcher: Watcher, prepare: Callable[[], None] | None = None
 ) -> list[SweepRun]:
-    """Run all unfinished runs of a sweep.
+    """Run all unfinished runs of a sweep, ``slots`` at once; return those that failed, each with its ``error``.
 
-    Parameters
-    ----------
-    sweep
-        The runs and their folder.
-    slots
-        Number of parallel runs.
-    retries
-        Number of restarts of a failed run, after all others; a run rejected for invalid input is not restarted.
-    watcher
-        Receives the sweep's events.
-    prepare
-        Called before the first run, once the folder is locked.
+    A failed run is restarted up to ``retries`` times, after all others; a run rejected for invalid input is not, and
+    one with a damaged record is not started. ``prepare`` is called before the first run, once the folder is locked.
 
-    Returns
-    -------
-    list[SweepRun]
-        The runs that failed after all retries, each with its ``error``; runs with a damaged record are not started.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        If the user stopped the sweep. Its runs were stopped too, and the same sweep can continue. Runs are also stopped
-        if the sweep itself fails, for example because the disk is full.
+    If the user stops the sweep, its runs are stopped too, and the same sweep can continue. Runs are also stopped if the
+    sweep itself fails, for example because the disk is full.
     """
     with _lock_folder(sweep.folder):
         sweep.open()
@@ -322,15 +304,11 @@ def stop(jobs: list[Job]) -> None:
         for act in (Job.ask_to_stop, Job.kill):
             for job in jobs:
                 act(job)
-            if _wait_until(_GRACE, lambda: all(job.has_ended() for job in jobs)):
+            deadline = time.monotonic() + _GRACE
+            while not (ended := all(job.has_ended() for job in jobs)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if ended:
                 return
-
-
-def _wait_until(seconds: float, holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return held
 
 
 @contextmanager
