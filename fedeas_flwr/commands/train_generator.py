@@ -81,7 +81,7 @@ def train_generator(
     from fedeas_flwr.generators.learn.presets import find_preset
     from fedeas_flwr.generators.learn.run import read_preset_name
     from fedeas_flwr.generators.learn.run import train_generator as train
-    from fedeas_flwr.launch.progress import show_training
+    from fedeas_flwr.launch.progress import show_training, showing_log
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
@@ -94,23 +94,24 @@ def train_generator(
             text = f"preset {chosen.name}, the default on {device}; choose another with --preset"
             print_line(console, text)
 
-    verdict = train(
-        dataset,
-        out,
-        chosen,
-        steps=steps,
-        minutes=minutes,
-        data_dir=data_dir,
-        seed=seed,
-        device=device,
-        half=half,
-        resume=resume,
-        start=start,
-        only=only,
-        checkpoint_every=checkpoint_every,
-        on_start=print_preset,
-        report=show_training(console, chosen.batch),
-    )
+    with showing_log(console):
+        verdict = train(
+            dataset,
+            out,
+            chosen,
+            steps=steps,
+            minutes=minutes,
+            data_dir=data_dir,
+            seed=seed,
+            device=device,
+            half=half,
+            resume=resume,
+            start=start,
+            only=only,
+            checkpoint_every=checkpoint_every,
+            on_start=print_preset,
+            report=show_training(console, chosen.batch),
+        )
     if verdict is None:
         raise KeyboardInterrupt(f"stopped; resume with the same command and --resume ({out})")
     again = ["--data-dir", data_dir] if data_dir else []

@@ -41,7 +41,6 @@ def show_tries(console: Console) -> Callable[[int], None]:
 
 def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], None]:
     """Return a callback that prints a line on a generator's training every ten seconds."""
-    _show_log(console)
     shown_at, shown_step = -1e9, 0
 
     def show(now: TrainingProgress) -> None:
@@ -57,26 +56,19 @@ def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], 
     return show
 
 
-def _show_log(console: Console) -> logging.Handler:
-    """Print what the package logs to the console from now on; return the handler."""
+@contextmanager
+def showing_log(console: Console) -> Iterator[None]:
+    """Print what the package logs during the block, and restore logging afterwards."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             console.print(record.getMessage(), highlight=False, markup=False)
 
     logger, lines = logging.getLogger("fedeas_flwr"), Lines()
+    before = logger.level, logger.propagate
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    return lines
-
-
-@contextmanager
-def showing_log(console: Console) -> Iterator[None]:
-    """Print what the package logs during the block, and restore logging afterwards."""
-    logger = logging.getLogger("fedeas_flwr")
-    before = logger.level, logger.propagate
-    lines = _show_log(console)
     try:
         yield
     finally:
