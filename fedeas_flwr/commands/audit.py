@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.images import sample_in_chunks
+from fedeas_flwr.commands.images import open_or_train, sample_in_chunks
 from fedeas_flwr.commands.output import check_folder, console, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
@@ -86,8 +86,6 @@ def audit(
     from fedeas_flwr.generators.audit.picture import draw_neighbours
     from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
     from fedeas_flwr.generators.interface import SampleId, describe_generator, images_per_class
-    from fedeas_flwr.generators.opening import open_for_run
-    from fedeas_flwr.launch.prepare import ensure_digits_generator
     from fedeas_flwr.launch.progress import showing_log
     from fedeas_flwr.runs.listing import without_folder
 
@@ -123,9 +121,7 @@ def audit(
         raise ConfigError(f"--samples {samples}: must be at least {len(labels)}, the number of classes")
     if conf:
         clients = federated_data(config, config.clients).partition.train
-    if config.generator_spec.kind == "builtin":
-        ensure_digits_generator(Console(stderr=True, markup=False))
-    opened = open_for_run(config, where)
+    opened = open_or_train(config, where)
     available = images_per_class(opened) or [samples] * len(info.classes)
     wanted = [(label, i) for label in labels for i in range(min(samples // len(labels), available[label]))]
     if not wanted:

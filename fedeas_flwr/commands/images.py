@@ -136,14 +136,14 @@ def batch_speed(config: RunConfig, classes: int) -> GeneratorSpeed:
 def _open_checked(config: RunConfig, classes: int, wanted_by: str) -> Generator:
     from fedeas_flwr.common.devices import configure_torch
 
-    generator = _open(config, configure_torch(config.device))
+    generator = open_or_train(config, configure_torch(config.device))
     if classes != generator.num_classes:
         found = f"the counts have {counted(classes, 'class', 'classes')}, {config.dataset} has {generator.num_classes}"
         raise ValueError(f"{wanted_by}: {found}; give the matching --dataset")
     return generator
 
 
-def _open(config: RunConfig, device: str) -> Generator:
+def open_or_train(config: RunConfig, device: str) -> Generator:
     """Open a generator; train the built-in one, with progress, if it is not in the user's cache."""
     from fedeas_flwr.generators.opening import open_for_run
 
@@ -286,7 +286,7 @@ def _write_images(
     from fedeas_flwr.generators.bank import check_bank_size
     from fedeas_flwr.generators.interface import SampleId, images_per_class
 
-    opened = _open(config, device)
+    opened = open_or_train(config, device)
     if (available := images_per_class(opened)) is not None:
         planned = np.full((1, opened.num_classes), per_class)
         classes = dataset_info(config.dataset).classes
