@@ -63,6 +63,13 @@ def dataset_info(name: str) -> DatasetInfo:
     return _open_own(name)[0] if is_own(name) else built_in(name)
 
 
+def readable_info(name: str) -> DatasetInfo | None:
+    """Return `dataset_info`, or ``None`` if the dataset cannot be read, as on another machine than the run's."""
+    with suppress(OSError, ValueError):
+        return dataset_info(name)
+    return None
+
+
 def short_name(name: str) -> str:
     """Return a dataset's name without its folder, for titles and labels."""
     return Path(HfSpec.parse(name.removeprefix(OWN)).where).stem if is_own(name) else name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.common.files import expanded, is_whole
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import SMALL_BATCH, RunConfig
-from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.datasets import dataset_info, readable_info
 from fedeas_flwr.data.sources import OWN, check_npz, find_source, is_own
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 
@@ -51,7 +50,7 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     from fedeas_flwr.federation.learners import find_learner
     from fedeas_flwr.training.models import imagenet_file
 
-    if not _is_readable(config.dataset):
+    if readable_info(config.dataset) is None:  # check_dataset reports it
         return []
     if config.task == "generator":
         text, keys = f"diffusion model, preset {config.generator_training.preset}", "generator-training.preset"
@@ -68,13 +67,6 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     except (OSError, ValueError, RuntimeError) as error:
         return [problem("model", error, f"see `fedeas keys`: {keys}")]
     return [ok("model", text)]
-
-
-def _is_readable(dataset: str) -> bool:
-    """Return whether the dataset's classes and image shape are known; `check_dataset` reports why not."""
-    with suppress(OSError, ValueError):
-        return bool(dataset_info(dataset))
-    return False
 
 
 def check_strategy(config: RunConfig) -> Iterable[Finding]:
@@ -175,7 +167,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
     """Check the generator without building its model."""
     if not config.generates:
         return [note("generator", f"not needed: policy = '{config.policy}' with β = {config.beta:g} generates nothing")]
-    if not _is_readable(config.dataset):
+    if readable_info(config.dataset) is None:  # check_dataset reports it
         return []
     fix = (
         "generator=FOLDER in diffusers' format, as `fedeas train-generator` writes; or bank:DIR; see docs/generators.md"

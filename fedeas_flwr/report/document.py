@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.data.datasets import dataset_info, short_name
+from fedeas_flwr.data.datasets import readable_info, short_name
 from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import allocations, purchases, samples
 from fedeas_flwr.report.groups import (
@@ -197,11 +197,8 @@ def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section
 def class_names(group: Group) -> Sequence[str]:
     """Return the class names of the dataset, or numbers if the dataset cannot be read."""
     assert group.per_class is not None
-    try:
-        names = dataset_info(group.config.dataset).classes
-    except (OSError, ValueError):
-        names = ()
-    return names if len(names) == len(group.per_class) else [str(label) for label in range(len(group.per_class))]
+    info, classes = readable_info(group.config.dataset), len(group.per_class)
+    return info.classes if info and len(info.classes) == classes else [str(label) for label in range(classes)]
 
 
 def _worst_tenth(groups: Sequence[Group]) -> Section | None:

@@ -18,7 +18,7 @@ from fedeas_flwr.common.hf_spec import HfSpec
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, PATH_KEYS, identity
-from fedeas_flwr.data.datasets import dataset_info, short_name
+from fedeas_flwr.data.datasets import readable_info, short_name
 from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
@@ -389,9 +389,7 @@ def weak_gain(group: Group, groups: Sequence[Group]) -> str | None:
     if (baseline := comparable_baseline(group, groups)) is None:
         return None
     reasons = ["one seed"] if min(len(group.seeds), len(baseline.seeds)) == 1 else []
-    try:
-        tested = dataset_info(group.config.dataset).num_test
-    except (OSError, ValueError):  # not on this machine
-        tested = MIN_TEST_IMAGES
-    reasons += [counted(tested, "test image")] if tested < MIN_TEST_IMAGES else []
+    info = readable_info(group.config.dataset)
+    if info and info.num_test < MIN_TEST_IMAGES:
+        reasons.append(counted(info.num_test, "test image"))
     return " and ".join(reasons) or None

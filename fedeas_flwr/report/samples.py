@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from fedeas_flwr.common.image_sheet import classes_to_show, gap_width, image_sheet
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.datasets import readable_info
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.federated import with_folder
 from fedeas_flwr.generators.interface import describe_generator
@@ -53,14 +53,10 @@ def grids_of(groups: Sequence[Group]) -> list[SampleGrid]:
 
 def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
     cache = ImageCache()
-    if (folder := cache.find(_about(config), config.seed)) is None:
+    if (folder := cache.find(_about(config), config.seed)) is None or (info := readable_info(config.dataset)) is None:
         return []
-    try:
-        names = dataset_info(config.dataset).classes
-    except (OSError, ValueError):
-        return []
-    shown = classes_to_show(len(names), MAX_CLASSES)
-    rows = [(names[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in shown]
+    shown = classes_to_show(len(info.classes), MAX_CLASSES)
+    rows = [(info.classes[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in shown]
     return [(name, images) for name, images in rows if len(images)]
 
 

@@ -126,7 +126,9 @@ def test_gains_from_one_seed_or_few_test_images_are_marked(tmp_path: Path, monke
     assert [note.startswith("†") and "one seed" in note for note in notes_on(one)] == [True]
     assert notes_on(two) == []
     assert [group["weak_gain"] for group in as_data(one)] == [None, weak_gain(one[1], one)]
-    monkeypatch.setattr("fedeas_flwr.report.groups.dataset_info", lambda name: replace(dataset_info(name), num_test=36))
+    monkeypatch.setattr(
+        "fedeas_flwr.report.groups.readable_info", lambda name: replace(dataset_info(name), num_test=36)
+    )
     assert cells(two, "gain") == ["–", "+20.0†"]
     assert "36 test images" in str(weak_gain(two[1], two)) and "seed" not in str(weak_gain(two[1], two))
     assert "36 test images" in str(weak_gain(one[1], one)) and "one seed" in str(weak_gain(one[1], one))
