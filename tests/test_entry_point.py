@@ -107,7 +107,7 @@ def test_ctrl_c_without_anything_to_resume_prints_one_line(monkeypatch: pytest.M
     monkeypatch.setattr("fedeas_flwr.commands.listings.run_keys", stop)
     done = run_in_process("keys")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
-    monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
+    monkeypatch.setattr("fedeas_flwr.runs.listing.find_runs", lambda *_, **__: stop())
     assert run_in_process("runs", "ls", str(ROOT)).stderr == "stopped\n", (
         "must be printed once, also by a nested command group"
     )

@@ -18,17 +18,9 @@ from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.tables import as_csv, print_table, table_width
 from fedeas_flwr.common.text import counted, show_bytes
+from fedeas_flwr.runs import listing
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import remove_files
-from fedeas_flwr.runs.listing import (
-    check_removable,
-    describe,
-    describe_in_full,
-    find_runs,
-    flat_round,
-    prunable_files,
-    remove,
-)
 
 runs_app = typer.Typer(cls=OrderedGroup, help="Manage run directories.", rich_markup_mode=None)
 
@@ -54,7 +46,7 @@ def ls(
     if missing := [folder for folder in wanted if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     bad: list[str] = []
-    rows = [describe(run) for run in find_runs(wanted, unreadable=bad)]
+    rows = [listing.describe(run) for run in listing.find_runs(wanted, unreadable=bad)]
     if output == "json":
         print(json.dumps(rows, indent=1))
         _warn(bad)
@@ -86,7 +78,7 @@ def show(
 
     The JSON of one run is an object, of several a list.
     """
-    found = [describe_in_full(RunDirectory(folder)) for folder in folders]
+    found = [listing.describe_in_full(RunDirectory(folder)) for folder in folders]
     if output == "json":
         print(json.dumps(found if len(found) > 1 else found[0], indent=1))
         return
@@ -115,10 +107,10 @@ def _as_json(value: Any) -> str:
 @runs_app.command(short_help="Print a run's rounds as CSV")
 def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]) -> None:
     """Print a run's rounds as CSV."""
-    found = describe_in_full(RunDirectory(folder))  # raises if the folder is not a run
+    found = listing.describe_in_full(RunDirectory(folder))  # raises if the folder is not a run
     if found["state"] == "damaged":
         raise RunError(found["error"])
-    sys.stdout.write(as_csv([flat_round(record) for record in RunDirectory(folder).rounds()]))
+    sys.stdout.write(as_csv([listing.flat_round(record) for record in RunDirectory(folder).rounds()]))
 
 
 @runs_app.command(short_help="Remove run directories")
@@ -127,11 +119,11 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
 ) -> None:
     """Remove the files of runs, and their folders if empty; remove nothing if one is not a run or is running."""
-    found = list({os.path.realpath(folder): check_removable(folder.absolute()) for folder in folders}.values())
-    size = show_bytes(sum(describe(run)["bytes"] for run in found))
+    found = list({os.path.realpath(folder): listing.check_removable(folder.absolute()) for folder in folders}.values())
+    size = show_bytes(sum(listing.describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {counted(len(found), 'run')}, {size}?")):
         raise RunError("nothing was removed: confirm with y, or give --yes")
-    kept = remove(found)
+    kept = listing.remove(found)
     print("\n".join([f"removed {counted(len(found), 'run')}, {size}", *kept]))
 
 
@@ -143,8 +135,8 @@ def prune(
     model: Annotated[bool, typer.Option("--model", help="also remove the final models")] = False,
 ) -> None:
     """Remove checkpoints and client states of finished runs; keep records, summaries and models."""
-    found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
-    heavy = [(run.path, prunable_files(run, model)) for run in found]  # check all before removing anything
+    found = [listing.check_removable(run.path.absolute()) for run in listing.find_runs(folders)]
+    heavy = [(run.path, listing.prunable_files(run, model)) for run in found]  # check all before removing anything
     freed = sum(remove_files(folder, files) for folder, files in heavy)
     print(f"pruned {counted(len(found), 'run')}, {show_bytes(freed)} freed")
 
