@@ -177,21 +177,16 @@ def show(
     output: str,
 ) -> list[Section]:
     """Write the page, print the tables or JSON and what is missing, and return the sections."""
+    from fedeas_flwr.report.page import as_html, as_markdown
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import (
-        as_json,
-        make_page,
-        missing_runs_command,
-        print_tables,
-        values_csv,
-        write_page,
-    )
+    from fedeas_flwr.reproduce.summary import as_json, make_page, missing_runs_command, print_tables, values_csv
 
     fill = partial(missing_runs_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
     page = make_page(results, sections, options["--set"])
-    written = write_page(page, folder)
-    record = {**as_json(results, sections), "page": [path.name for path in written]}
+    record = {**as_json(results, sections), "page": ["index.md", "index.html"]}
+    atomic_write(folder / "index.md", as_markdown(page).encode())
+    atomic_write(folder / "index.html", as_html(page).encode())
     atomic_write(folder / "results.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
     atomic_write(folder / "results.csv", values_csv(sections).encode())
     if output == "json":
@@ -205,7 +200,7 @@ def show(
             if line:
                 print_line(console, line)
     if output == "table":
-        print_line(console, f"page: {written[1]}")
+        print_line(console, f"page: {folder / 'index.html'}")
     return sections
 
 

@@ -1,4 +1,4 @@
-"""Write sections as a page, JSON, CSV or terminal output, and the command that does the missing runs."""
+"""Make a page, JSON, CSV or terminal output of sections, and the command that does the missing runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import as_csv, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.partition import LEAKAGE
-from fedeas_flwr.report.page import Document, as_html, as_markdown
+from fedeas_flwr.report.page import Document
 from fedeas_flwr.reproduce.cells import cell
 from fedeas_flwr.reproduce.results import Budget, Results
 from fedeas_flwr.reproduce.sections import Section
@@ -45,14 +44,6 @@ def make_page(results: Results, sections: Sequence[Section], given: Sequence[str
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (" at smoke scale" if results.scale == "smoke" else "")
     return Document(title, notes, sections)
-
-
-def write_page(document: Document, folder: Path) -> tuple[Path, Path]:
-    """Write index.md and index.html."""
-    markdown, whole = folder / "index.md", folder / "index.html"
-    atomic_write(markdown, as_markdown(document).encode())
-    atomic_write(whole, as_html(document).encode())
-    return markdown, whole
 
 
 def missing_runs_command(
