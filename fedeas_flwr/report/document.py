@@ -15,7 +15,7 @@ from fedeas_flwr.data.datasets import readable_info, short_name
 from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import allocations, purchases, samples
 from fedeas_flwr.report.groups import (
-    CLIENT_WORK,
+    PHASES,
     Group,
     baseline_of,
     differences,
@@ -30,7 +30,6 @@ from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.paired import PairedRuns
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
 from fedeas_flwr.report.style import GAMMA_HAT, legend_above
-from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 NOTHING = "–"
 _KEY_FORMATS: dict[str, Callable[[Any], str]] = {
@@ -271,10 +270,9 @@ def _time(groups: Sequence[Group]) -> Section:
         "an older version has not recorded it."
     )
     height = 1.0 + 0.7 * len(groups)
-    phases = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
     server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
     names = ("start-up", *server, "clients: generating", "clients: training")
-    spent = [[group.startup, *map(group.seconds, phases)] for group in groups]
+    spent = [[group.startup, *map(group.seconds, PHASES)] for group in groups]
     rows = [
         [group.name, *(NOTHING if seconds is None else f"{seconds:,.1f}" for seconds in row)]
         for group, row in zip(groups, spent, strict=True)

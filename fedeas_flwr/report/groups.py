@@ -23,12 +23,13 @@ from fedeas_flwr.policies.registry import POLICIES
 from fedeas_flwr.report.style import LineStyle, assign_styles, label_of
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
-from fedeas_flwr.runs.metrics import STARTUP, WALL_CLOCK, efficiency, last_20, score_name
+from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, STARTUP, WALL_CLOCK, efficiency, last_20, score_name
 
 FloatArray = npt.NDArray[np.float64]
 
 CLIENT_WORK = ("generating", "training")
 """Phases whose seconds are summed over clients, which may work in parallel."""
+PHASES = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
 MIN_TEST_IMAGES = 300
 """Number of test images below which a gain is marked: the standard error of an accuracy can exceed 2.9 points."""
 

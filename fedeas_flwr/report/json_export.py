@@ -7,19 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.report.groups import (
-    CLIENT_WORK,
-    FloatArray,
-    Group,
-    Spread,
-    gain_and_efficiency,
-    weak_gain,
-    why_no_gain,
-)
+from fedeas_flwr.report.groups import PHASES, Group, Spread, gain_and_efficiency, weak_gain, why_no_gain
 from fedeas_flwr.report.paired import Differences, PairedRuns
-from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, STARTUP, WALL_CLOCK
-
-_PHASES = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
+from fedeas_flwr.runs.metrics import STARTUP
 
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -60,7 +50,7 @@ def _differences_dict(found: Differences) -> dict[str, Any]:
 
 def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
     gain = gain_and_efficiency(group, groups)
-    worst_class = group.worst_class
+    worst_class, per_class = group.worst_class, group.per_class
     return {
         "name": group.name,
         "runs": [str(member.run.path) for member in group.members],
@@ -84,10 +74,10 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "gamma_hat": _spread_dict(group.spread("gamma_hat")),
         "threshold": group.config.threshold,
         "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
-        "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
+        "per_class_accuracy": None if per_class is None else [None if np.isnan(x) else float(x) for x in per_class],
         "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
         "worst_tenth_accuracy": _spread_dict(group.worst_tenth),
-        "seconds": {STARTUP: group.startup} | {phase: group.seconds(phase) for phase in _PHASES},
+        "seconds": {STARTUP: group.startup} | {phase: group.seconds(phase) for phase in PHASES},
         "config": group.config.to_user_dict(),
         "environments": [member.run.environment() for member in group.members],
     }
@@ -111,7 +101,3 @@ def _unfinished(group: Group) -> list[dict[str, Any]]:
 
 def _spread_dict(spread: Spread | None) -> Mapping[str, Any] | None:
     return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
-
-
-def _nan_to_none(values: FloatArray) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]

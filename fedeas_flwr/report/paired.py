@@ -108,12 +108,9 @@ class Comparison:
     @property
     def images(self) -> tuple[float, float]:
         """Return the mean number of generated images of the setting's and of the reference's runs."""
-        own, other = zip(*self.pairs, strict=True)
-        return _mean_images(own), _mean_images(other)
-
-
-def _mean_images(members: Sequence[Member]) -> float:
-    return statistics.fmean(member.summary["total_generated"] for member in members)
+        totals = [(own.summary["total_generated"], other.summary["total_generated"]) for own, other in self.pairs]
+        own, other = map(statistics.fmean, zip(*totals, strict=True))
+        return own, other
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,8 @@ def pair_runs(groups: Sequence[Group], key: str, value: Any) -> PairedRuns:
     """
     settings = _settings(groups)
     using = [setting for setting in settings if key in group_key(setting.config)]
-    references = [setting for setting in using if _has(setting.config, key, value)]
+    # A path may be given by its name.
+    references = [one for one in using if value in (group_key(one.config)[key], one.config.to_user_dict()[key])]
     given = f"--against {key}={show_value(value)}"
     if not using:
         keys = ", ".join(differences([setting.config for setting in settings], _PAIRED_BY)) or "nothing else than seeds"
@@ -233,10 +231,6 @@ def _settings(groups: Sequence[Group]) -> list[_Setting]:
         runs = {(member.config.seed, member.config.partition_seed): member for member in counted_runs}
         settings.append(_Setting(name, members[0].config, runs))
     return settings
-
-
-def _has(config: RunConfig, key: str, value: Any) -> bool:
-    return value in (group_key(config)[key], config.to_user_dict()[key])  # a path may be given by its name
 
 
 def _unpaired(setting: _Setting, other: _Setting, paired: Sequence[tuple[int, int]]) -> list[str]:
