@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,10 +20,6 @@ from fedeas_flwr.config_files import read_values, split_conf
 from fedeas_flwr.launch.progress import show_tries
 from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import POLICIES, REFERENCES, settings_of
-
-if TYPE_CHECKING:
-    from fedeas_flwr.planning.beta_selection import Limits
-
 
 _OPTIONS = {
     **{key: key for key in ("dataset", "protocol", "clients", "alpha", "policy", "beta", "gamma", "total")},
@@ -106,7 +102,11 @@ def plan(
     values = (QUICKSTART if conf is None else read_values(conf)) | {key: value for key, (value, _) in given.items()}
     chosen = str(values.get("policy", parse_config({}).policy))
     _check_settings(given, chosen, values)
-    _check_beta_or_limits(limits, given, grid)
+    if limits.given():
+        _reject(given, ["beta"], "the limits choose it")
+    elif grid:
+        names_of_limits = ", ".join(map(beta_selection.option, vars(limits)))
+        raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names_of_limits}")
     if not timed_by:
         reject_options(context, ["generator"], "it has no effect without --estimate or --max-seconds")
     config = _plan_config(values, chosen, bool(timed_by))
@@ -213,14 +213,3 @@ def _check_settings(given: Given, policy: str, values: Mapping[str, Any]) -> Non
     if not settings:
         why = f"policy {policy} has nothing to set"
     _reject(given, [key for name, key in keys.items() if name not in settings], why)
-
-
-def _check_beta_or_limits(limits: Limits, given: Given, grid: str) -> None:
-    """Raise `ConfigError` for β given together with limits, or a grid given without limits."""
-    from fedeas_flwr.planning.beta_selection import option
-
-    if limits.given():
-        _reject(given, ["beta"], "the limits choose it")
-    elif grid:
-        names = ", ".join(map(option, vars(limits)))
-        raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")
