@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.images import open_or_train, sample_in_chunks
-from fedeas_flwr.commands.output import check_folder, console, reject_options
+from fedeas_flwr.commands.output import DATASETS, GENERATORS, check_folder, console, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.config import parse_config
@@ -38,9 +38,7 @@ _LIMITS = (
 
 def audit(
     context: typer.Context,
-    generator: Annotated[
-        str, typer.Argument(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name")
-    ],
+    generator: Annotated[str, typer.Argument(help=GENERATORS)],
     out: Annotated[Path, typer.Option(help="folder for audit.json and neighbours.png", callback=check_folder)],
     words: Annotated[
         list[str] | None,
@@ -48,9 +46,7 @@ def audit(
             metavar="[CONF] [KEY=VALUE]...", help="config of a run, for its dataset, its sampler and a row per client"
         ),
     ] = None,
-    dataset: Annotated[
-        str, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
-    ] = "digits",
+    dataset: Annotated[str, typer.Option(help=DATASETS)] = "digits",
     data_dir: Annotated[str, typer.Option(help="folder of the dataset")] = "",
     members: Annotated[
         str, typer.Option(help=".npz file or folder of images that it was trained on; default: the train split")

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.help import OrderedGroup
-from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
+from fedeas_flwr.commands.output import DATASETS, GENERATORS, FormatOption, check_folder, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.generator_spec import GeneratorSpec
 from fedeas_flwr.common.tables import print_table
@@ -182,12 +182,8 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 def generate(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=check_folder)],
-    dataset: Annotated[
-        str, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
-    ] = "digits",
-    generator: Annotated[
-        str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name")
-    ] = "builtin",
+    dataset: Annotated[str, typer.Option(help=DATASETS)] = "digits",
+    generator: Annotated[str, typer.Option(help=GENERATORS)] = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="seed of the noise")] = 0,
     sampler: Annotated[str, typer.Option(help=", ".join(SAMPLER_STEPS))] = "dpm++",

@@ -21,6 +21,9 @@ from fedeas_flwr.config_keys import unused_keys
 
 console = Console(markup=False)
 """Console without markup: brackets in a path are printed as they are."""
+DATASETS = "digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH"
+GENERATORS = "builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR], package.module:name"
+"""The help of options that name a dataset or a generator."""
 
 
 def print_line(console: Console, text: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, numbers, show_estimate
-from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
+from fedeas_flwr.commands.output import DATASETS, FormatOption, check_folder, reject_options
 from fedeas_flwr.commands.quickstart import QUICKSTART
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
@@ -37,9 +37,7 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config to plan; default: conf/quickstart.toml"),
     ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH")
-    ] = None,
+    dataset: Annotated[str | None, typer.Option(help=DATASETS)] = None,
     protocol: Annotated[str | None, typer.Option(help="paper or clean")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients K")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration")] = None,

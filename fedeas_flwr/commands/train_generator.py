@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedeas_flwr.commands.output import check_folder, console, print_line, reject_options
+from fedeas_flwr.commands.output import DATASETS, check_folder, console, print_line, reject_options
 from fedeas_flwr.commands.run import start_in_own_folder
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, generator_config, parse_config
@@ -29,10 +29,7 @@ def train_generator(
             help="train by a federation, on each client's own images, as a run with the keys of this TOML file",
         ),
     ] = None,
-    dataset: Annotated[
-        str,
-        typer.Option(help="digits, cifar10, cifar100, fashion-mnist, own:PATH or hf:PATH; uses only the train split"),
-    ] = "",
+    dataset: Annotated[str, typer.Option(help=f"{DATASETS}; uses only the train split")] = "",
     out: Annotated[
         Path | None, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
     ] = None,
