@@ -24,7 +24,6 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,38 +49,12 @@ _REPORT_MEASURES = {"agreement": ("class_agreement", 100.0), "distance": ("class
 def filled_document(
     path: Path, text: str, scale: str, folders: Sequence[Path], more: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """Return a document with its tables and numbers written again, and a line for every unreadable record."""
-    contents = [(block, *_content(block, scale, folders, more)) for block in find_blocks(path, text)]
-    for block, content, _ in reversed(contents):
-        lines = f"\n{content}\n".replace("\n", block.newline)
-        text = f"{text[: block.start]}{lines}{text[block.end :]}"
-    unreadable = dict.fromkeys(line for _, _, lines in contents for line in lines)
-    return InlineNumbers(scale, folders, more).fill(path, text), list(unreadable)
-
-
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class Block:
-    """A place for tables in a document: the text between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
-
-    where: str
-    """File and line, for messages."""
-    words: list[str]
-    newline: str
-    """End of its first line, and of every line to be written."""
-    start: int
-    end: int
-
-
-def find_blocks(path: Path, text: str) -> list[Block]:
-    """Return a document's places for tables.
+    """Return a document with its tables and numbers written again, and a line for every unreadable record.
 
     Raise `ConfigError` if there is neither a place nor a number to write, or for a place without an end of its own,
     since filling it would overwrite other text.
     """
-    found = []
+    places = []
     marks = list(_MARK.finditer(text))
     for mark, following in itertools.zip_longest(marks, marks[1:]):
         if mark["words"] is None:
@@ -90,23 +63,36 @@ def find_blocks(path: Path, text: str) -> list[Block]:
         where = f"{path}, line {line}"
         if following is None or following["words"] is not None:
             raise ConfigError(f"{where}: '{mark[0].strip()}' has no '<!-- end -->' of its own")
-        found.append(Block(where, mark["words"].split(), mark["newline"], mark.end(), following.start()))
-    if not found and not NUMBER.search(text):
+        places.append((where, mark, following.start()))
+    if not places and not NUMBER.search(text):
         raise ConfigError(f"{path} has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->' to write between")
-    return found
+    filled, copied, unreadable = "", 0, list[str]()
+    for where, mark, end in places:
+        content, lines = _content(where, mark["words"].split(), scale, folders, more)
+        filled += text[copied : mark.end()] + f"\n{content}\n".replace("\n", mark["newline"])
+        copied = end
+        unreadable += lines
+    numbers = InlineNumbers(scale, folders, more)
+    return numbers.fill(path, filled + text[copied:]), list(dict.fromkeys(unreadable))
 
 
-def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+def _content(
+    where: str, words: Sequence[str], scale: str, folders: Sequence[Path], more: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Return the tables between the marks at a place of the document, and a line for every unreadable record."""
     try:
-        if block.words and block.words[0] in ("sweep", "records", "policies"):
-            table, unreadable = _folder_table(block.words, scale, folders, more)
+        if words and words[0] in ("sweep", "records", "policies"):
+            table, unreadable = _folder_table(words, scale, folders, more)
             return table_markdown(table) + "\n", unreadable
-        choice = choose(block.words, [], scale, more=more)
+        choice = choose(words, [], scale, more=more)
     except ConfigError as error:
-        raise ConfigError(f"{block.where}: {error}") from None
-    for word in block.words:
+        raise ConfigError(f"{where}: {error}") from None
+    for word in words:
         if word in ITEMS and ITEMS[word].table is None:
-            raise ConfigError(f"{block.where}: '{word}' is a figure; must be a table, column or cell")
+            raise ConfigError(f"{where}: '{word}' is a figure; must be a table, column or cell")
     results = choice.find(folders)
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []

@@ -65,10 +65,9 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill_command: 
         missing = replace(choice, items=(name,), cells=()).missing(results)
         runs, lines = _missing_lines(missing, fill_command([name], missing))
         text = [*([] if pictures else [item.caption]), *([note] if note else []), *lines]
-        shown = Section(
-            name=name, title=item.title, text=text, tables=tables, pictures=pictures, missing=runs, note=note
+        sections.append(
+            Section(name=name, title=item.title, text=text, tables=tables, pictures=pictures, missing=runs, note=note)
         )
-        sections.append(shown)
     if choice.cells:
         missing = replace(choice, items=()).missing(results)
         runs, lines = _missing_lines(missing, fill_command(list(missing), missing))
