@@ -132,11 +132,8 @@ class Sweep:
                 f"{self.folder} holds another sweep, over {', '.join(keys)}, not {', '.join(self.grid)}: "
                 "give another folder with --out"
             )
-        if changed := _first_change(before, self.base.to_user_dict(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
-            key, old, new = changed
-            raise RunError(
-                f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: give another folder with --out"
-            )
+        if change := _first_change(before, self.base.to_user_dict(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
+            raise RunError(f"{self.folder} holds another sweep, with {change}: give another folder with --out")
 
     def save(self) -> None:
         """Write sweep.json and sweep.csv."""
@@ -159,16 +156,16 @@ def check_cell(cell: SweepRun) -> None:
     before, now = (
         {**config.to_user_dict(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
     )
-    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS, "data-dir"}):
-        key, old, new = changed
+    if change := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS, "data-dir"}):
         way = "give another --out, or remove it (fedeas runs rm)"
-        raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
+        raise RunError(f"{cell.run.path} holds another run, with {change}: {way}")
     cell.run.check_own_inputs(hash_own_inputs(cell.config))
 
 
-def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> tuple[str, Any, Any] | None:
-    changes = ((key, before.get(key), now[key]) for key in now if key not in free)
-    return next((change for change in changes if change[1] != change[2]), None)
+def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> str:
+    """Return as text the first key, not ``free``, with another value than before; empty if there is none."""
+    changed = (key for key in now if key not in free and before.get(key) != now[key])
+    return next((f"{key} = {before.get(key)!r}, not {now[key]!r}" for key in changed), "")
 
 
 # ------------------------------------------------------------------------------------------------- grid
