@@ -242,16 +242,10 @@ def generate(
         if report:
             measure = measure or _measure_by_real_images(dataset, data_dir, where, inception)
             found = measure(images, labels)
-            facts = {
-                **values,
-                "generator": without_folder(generator),
-                **(sampling if has_sampler else {}),
-                "seed": seed,
-                "per-class": per_class,
-                **made,
-            }
-            atomic_write(folder / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
-            reports.append(facts | found)
+            facts = values | {"generator": without_folder(generator)} | (sampling if has_sampler else {})
+            facts |= {"seed": seed, "per-class": per_class, **made, **found}
+            atomic_write(folder / "report.json", (json.dumps(facts, indent=1) + "\n").encode())
+            reports.append(facts)
             if len(configs) == 1:
                 for key, value in found.items():
                     print(f"  {key.replace('_', ' '):<45} {_show(value)}")
