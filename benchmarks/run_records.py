@@ -51,8 +51,12 @@ def _log(run: RunDirectory) -> list[tuple[datetime, str]]:
 
 
 def let_children_import_models() -> None:
-    """Add this folder to PYTHONPATH for the processes of a run, which import the models here by name."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Add this folder and the project's to PYTHONPATH for the processes of a run, which import the models by name.
+
+    The project may not be installed, and found only by the relative path that this process was started with.
+    """
+    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def parser_for_a_run(about: str | None) -> argparse.ArgumentParser:
