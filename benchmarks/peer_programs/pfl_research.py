@@ -73,7 +73,9 @@ def main(job: Job) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "peer_programs", "pfl_research", str(job.folder)]
-    given = {**os.environ, ADDRESSES: ",".join(f"localhost:{port + k}" for k in range(count))}
+    threads = str(max(1, (os.cpu_count() or 1) // count))  # otherwise each process has a thread per core
+    addresses = ",".join(f"localhost:{port + k}" for k in range(count))
+    given = {"OMP_NUM_THREADS": threads, **os.environ, ADDRESSES: addresses}
     processes = [subprocess.Popen(words, env={**given, RANK: str(k)}) for k in range(count)]
     if any(process.wait() for process in processes):
         sys.exit("a process of pfl failed")
