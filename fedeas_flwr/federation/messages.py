@@ -41,7 +41,6 @@ from fedeas_flwr.strategies.records import (
     LOSS,
     METRICS,
     WEIGHT,
-    ArrayMismatchError,
     InProcessRecord,
     read_validated,
     to_arrays,
@@ -268,7 +267,7 @@ def read_disclosed(message: Message, client: int, expected: Arrays) -> Arrays:
     if set(records) != {ARRAYS}:
         raise MessageError(f"array records {sorted(records)}, expected {ARRAYS} alone")
     # Copy: a strategy keeps the arrays for the whole run, and they may be views of memory that Ray reuses.
-    return {key: array.copy() for key, array in _validated(records[ARRAYS], expected).items()}
+    return {key: array.copy() for key, array in read_validated(records[ARRAYS], expected).items()}
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -316,7 +315,7 @@ def has_generator(message: Message) -> bool:
 
 def read_generator(message: Message, expected: Arrays) -> Arrays:
     """Return the weights of the generator; raise `MessageError` unless they match ``expected``."""
-    return _validated(cast(ArrayRecord, message.content[_GENERATOR]), expected)
+    return read_validated(cast(ArrayRecord, message.content[_GENERATOR]), expected)
 
 
 def train_reply(
@@ -346,10 +345,10 @@ def read_train_reply(
     expected = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
     if set(records) != set(expected):
         raise MessageError(f"array records {sorted(records)}, expected {' and '.join(expected)}")
-    arrays, received = to_record(_validated(records[ARRAYS], trainable)), _validated(records[BUFFERS], buffers)
+    arrays, received = to_record(read_validated(records[ARRAYS], trainable)), read_validated(records[BUFFERS], buffers)
     message.content = RecordDict({ARRAYS: arrays, METRICS: record})
     if extra:
-        message.content[EXTRA] = to_record(_validated(records[EXTRA], extra))
+        message.content[EXTRA] = to_record(read_validated(records[EXTRA], extra))
     return report, received
 
 
@@ -420,13 +419,6 @@ def failure_reason(message: Message) -> str:
     lines = reason.splitlines()
     cause = lines[-1].removesuffix("'>") if "RayTaskError" in lines[0] else lines[0]  # Ray's traceback ends with it
     return one_line(cause, MAX_LINE) or "no reason given"
-
-
-def _validated(record: ArrayRecord, expected: Arrays) -> Arrays:
-    try:
-        return read_validated(record, expected)
-    except ArrayMismatchError as error:
-        raise MessageError(str(error)) from None
 
 
 def _metrics(message: Message) -> MetricRecord:

@@ -33,7 +33,7 @@ from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.interface import SendsExtra, Stateful
-from fedeas_flwr.strategies.records import ARRAYS, ArrayMismatchError, read_validated, to_arrays, to_record
+from fedeas_flwr.strategies.records import ARRAYS, read_validated, to_arrays, to_record
 
 log = logging.getLogger("flwr").log
 
@@ -149,7 +149,7 @@ class TrainingRounds:
             raise RunError(f"{strategy} a model without {missing[0]}")
         try:
             return read_validated(to_record(cast_like(arrays, model)), model)
-        except ArrayMismatchError as error:
+        except MessageError as error:
             raise RunError(f"{strategy} a wrong model: {error}") from None
 
     def sample(self, number: int) -> list[int]:

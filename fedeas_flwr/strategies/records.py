@@ -13,6 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
+from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays, array_bytes, is_tensor, read_array, to_numpy
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
@@ -25,10 +26,6 @@ _MAX_NORM = 1.7e38
 """Maximum norm of a reply's arrays: half of float32's largest value, so that no average of replies overflows."""
 _MAX_WHOLE = 2**53
 """Maximum absolute value of whole numbers, such as counters: averages are computed in float64."""
-
-
-class ArrayMismatchError(ValueError):
-    """Arrays that differ from the expected ones; the message is one line."""
 
 
 class InProcessRecord(ArrayRecord):
@@ -115,7 +112,7 @@ def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
 
     The norm of all floating-point arrays together must be at most 1e6 times that of ``expected``, or 1e6 if that is
     below 1, as of a model or a control variate of zeros; whole numbers must be within ±2**53. Otherwise raise
-    `ArrayMismatchError`, before decoding where the declared dtype or shape is wrong.
+    `MessageError`, before decoding where the declared dtype or shape is wrong.
     """
     if isinstance(record, InProcessRecord):
         return _check_in_process(to_arrays(record), expected)
@@ -144,14 +141,14 @@ def _sum_of_squares(key: str, array: NDArray[Any]) -> float:
     if math.isfinite(squares):
         return squares
     if not np.isfinite(flat).all():
-        raise ArrayMismatchError(f"array {key} holds NaN or infinity")
+        raise MessageError(f"array {key} holds NaN or infinity")
     return float(np.square(flat, dtype=np.float64).sum())
 
 
 def _check_whole(holds: str, *numbers: int) -> None:
     for number in numbers:
         if abs(number) > _MAX_WHOLE:
-            raise ArrayMismatchError(f"{holds} {number}, wanted -2**53 to 2**53")
+            raise MessageError(f"{holds} {number}, wanted -2**53 to 2**53")
 
 
 def _check_norm(norm: float, expected: Arrays) -> None:
@@ -160,20 +157,20 @@ def _check_norm(norm: float, expected: Arrays) -> None:
     own = math.sqrt(sum(_sum_of_squares(key, array) for key, array in to_numpy(expected).items()))
     limit = min(_MAX_GROWTH * max(own, 1.0), _MAX_NORM)
     if norm > limit:
-        raise ArrayMismatchError(f"the norm is {norm:.3g}, wanted {limit:.3g} at most; the model's is {own:.3g}")
+        raise MessageError(f"the norm is {norm:.3g}, wanted {limit:.3g} at most; the model's is {own:.3g}")
 
 
 def _check_names(found: Iterable[str], expected: Arrays) -> None:
     names = list(found)
     if names != list(expected):
         odd = sorted(set(names) ^ set(expected)) or ["the order"]
-        raise ArrayMismatchError(f"arrays differ from those wanted: {odd[0]}")
+        raise MessageError(f"arrays differ from those wanted: {odd[0]}")
 
 
 def _check_dtype_and_shape(key: str, found: Any, like: Any) -> None:
     if _dtype(found) != _dtype(like) or tuple(found.shape) != tuple(like.shape):
         got, want = (f"{array.dtype}{list(array.shape)}" for array in (found, like))
-        raise ArrayMismatchError(f"array {key} is {got}, wanted {want}")
+        raise MessageError(f"array {key} is {got}, wanted {want}")
 
 
 def _decoded(key: str, sent: Array, like: Any) -> Any:
@@ -184,18 +181,18 @@ def _decoded(key: str, sent: Array, like: Any) -> Any:
     if not isinstance(sent, NumpyArray):
         most = like.nbytes + _HEADER_BYTES
         if not isinstance(sent.data, bytes):
-            raise ArrayMismatchError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
+            raise MessageError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
         if len(sent.data) > most:
-            raise ArrayMismatchError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
+            raise MessageError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
         if sent.stype != _ENCODING:
             encoding = f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}"
-            raise ArrayMismatchError(f"array {key} cannot be decoded: {encoding}")
+            raise MessageError(f"array {key} cannot be decoded: {encoding}")
     try:
         array = _read(sent)
     except ValueError as error:
-        raise ArrayMismatchError(f"array {key} cannot be decoded: {error}") from None
+        raise MessageError(f"array {key} cannot be decoded: {error}") from None
     if str(array.dtype) != _dtype(like) or array.shape != tuple(like.shape):
-        raise ArrayMismatchError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
+        raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
     return array
 
 
@@ -221,7 +218,7 @@ def _check_in_process(arrays: Arrays, expected: Arrays) -> Arrays:
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(floats)), dtype=torch.float64))
     if not math.isfinite(norm):
         if not all(bool(array.isfinite().all()) for array in floats):
-            raise ArrayMismatchError("the arrays hold NaN or infinity")
+            raise MessageError("the arrays hold NaN or infinity")
         norm = math.hypot(*(float(torch.linalg.vector_norm(array, dtype=torch.float64)) for array in floats))
     _check_norm(norm, expected)
     return arrays
