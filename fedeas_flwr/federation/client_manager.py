@@ -154,8 +154,6 @@ class ClientManager:
     def _admit(self, node: int, reply: Message) -> tuple[bool, str]:
         """Register the node by its answer; if that fails, return whether a retry is useless, and the reason."""
         try:
-            if reply.has_error():
-                raise MessageError(messages.failure_reason(reply))
             client, partitions, examples, classes = messages.read_answer(reply, "partitions", "examples", "classes")
         except MessageError as error:
             final = not reply.has_error() or reply.error.code in _CLIENT_ERRORS

@@ -422,6 +422,9 @@ def failure_reason(message: Message) -> str:
 
 
 def _metrics(message: Message) -> MetricRecord:
+    """Return a reply's numbers; raise `MessageError` if the client failed, with its reason, or if there are others."""
+    if message.has_error():
+        raise MessageError(failure_reason(message))
     records = message.content.metric_records
     if set(records) != {METRICS}:
         raise MessageError(f"metric records {sorted(records)}, expected {METRICS} alone")
