@@ -45,16 +45,8 @@ def normalised_entropy(counts: npt.ArrayLike) -> FloatArray:
 def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: bool = True) -> IntArray:
     """Return each client's b_k, the count up to which it fills its scarce classes.
 
-    Parameters
-    ----------
-    counts : array_like of int, shape [K, C]
-        Label counts.
-    beta : float
-        Scale shared by all clients, at least 0.
-    gamma : float
-        Exponent of the per-class mean count, at least 0.
-    use_entropy : bool
-        Whether to multiply by (1 − H̃_k); the paper's first ablation does not.
+    ``beta`` is a scale shared by all clients, ``gamma`` the exponent of the per-class mean count, both at least 0.
+    Without ``use_entropy`` there is no factor (1 − H̃_k), as in the paper's first ablation.
     """
     counts = checked_counts(counts)
     check_number("beta", beta)
@@ -168,13 +160,10 @@ def eligible_pairs(counts: npt.ArrayLike, absent_only: bool = False) -> BoolArra
 
 
 def split_total(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Split a total among clients, given only each client's number of eligible (client, class) pairs.
+    """Split a total among clients by their numbers of eligible (client, class) pairs; return each (base, extra).
 
-    Returns
-    -------
-    list of (base, extra)
-        One per client, in the order given. Every pair gets ``base`` samples, and the remainder goes one each to the
-        first pairs in client-major order: a client's first ``extra`` pairs get one more. See `distribute`.
+    Every pair gets ``base`` samples, and the remainder goes one each to the first pairs in client-major order: a
+    client's first ``extra`` pairs get one more. See `distribute`.
     """
     check_total(total)
     pairs = np.asarray(pairs, dtype=np.int64)

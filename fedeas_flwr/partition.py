@@ -86,18 +86,12 @@ LEAKAGE_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Partition:
-    """The sample indices that each client holds.
-
-    Attributes
-    ----------
-    train : list of int64 arrays
-        Indices client k trains on.
-    test : list of int64 arrays
-        Indices client k tests on; all empty where no local split was made.
-    """
+    """The sample indices that each client holds; every index is in one client's train or test set."""
 
     train: list[IntArray]
+    """Indices client k trains on."""
     test: list[IntArray]
+    """Indices client k tests on; all empty where no local split was made."""
 
     def counts(self, labels: npt.ArrayLike, num_classes: int) -> IntArray:
         """Return the training samples of every client and class, [K, C]."""
@@ -117,30 +111,11 @@ def dirichlet_partition(
 ) -> Partition:
     """Distribute samples class by class in Dirichlet proportions, so that every client has at least `MIN_SAMPLES`.
 
-    A draw that gives a client fewer, before the local split, is rejected and repeated.
-
-    Parameters
-    ----------
-    labels : array_like of int
-        Class of every sample; for protocol ``paper`` those of the train set followed by those of the test set.
-    clients : int
-        Number of clients K.
-    alpha : float
-        Concentration of the symmetric Dirichlet distribution; smaller is more skewed.
-    seed : int
-        Seed of NumPy's legacy generator.
-    test_fraction : float
-        Fraction of its samples that a client sets aside for testing. With 0 the client's samples are not shuffled and
-        no random number is drawn for a split; they stay in class order.
-    max_tries : int
-        Draws to make before giving up.
-    progress : callable, optional
-        Called after every draw with the number of draws made so far.
-
-    Returns
-    -------
-    Partition
-        Every index is in exactly one client's train or test set.
+    A draw that gives a client fewer, before the local split, is rejected and repeated, up to ``max_tries`` draws;
+    ``progress`` is called after each with the number of draws so far. For protocol ``paper``, ``labels`` are those of
+    the train set followed by those of the test set. A smaller ``alpha`` is more skewed. ``seed`` is that of NumPy's
+    legacy generator. A client sets ``test_fraction`` of its samples aside for testing. With 0 they are not shuffled and
+    no random number is drawn for a split; they stay in class order.
     """
     labels = _checked_labels(labels)
     _check_request(clients, alpha, seed)
@@ -225,21 +200,12 @@ def make_partition(
     The positions of a class's samples do not affect the draw, so it is made (and cached) for labels in class order and
     then mapped to the given ones. A plan and a training run therefore share one cached file.
 
-    Parameters
-    ----------
-    dataset : str or array_like of int
-        Name of a built-in dataset (its labels taken in class order, see `plan_labels`), or the labels themselves.
-    protocol : str
-        ``paper`` or ``clean``. For ``paper``, labels are those of the train set followed by those of the test set.
-    clients, alpha, seed
-        See `dirichlet_partition`.
-    cache_dir : Path, optional
-        Results are stored in its folder ``partitions``; without it nothing is read or written.
-    progress : callable, optional
-        See `dirichlet_partition`; not called if the partition is cached.
-    partition, arguments : str
-        A name of `PARTITIONERS`, or the import path of a `Partitioner` of your own, whose partitions are not cached;
-        and its arguments, such as ``num_classes_per_partition=2``.
+    ``dataset`` is the name of a built-in dataset (its labels taken in class order, see `plan_labels`), or the labels
+    themselves: for protocol ``paper``, those of the train set followed by those of the test set. ``clients``,
+    ``alpha``, ``seed`` and ``progress`` are those of `dirichlet_partition`. The cache is the folder ``partitions`` of
+    ``cache_dir``; without it nothing is read or written. ``partition`` is a name of `PARTITIONERS`, or the import path
+    of a `Partitioner` of your own, whose partitions are not cached; ``arguments`` are its, such as
+    ``num_classes_per_partition=2``.
     """
     if isinstance(dataset, str):
         dataset = plan_labels(dataset, protocol)
@@ -342,13 +308,7 @@ def plan_labels(dataset: str, protocol: str) -> IntArray:
 
 
 def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: int = 0) -> tuple[IntArray, IntArray]:
-    """Set the same fraction of every class aside for testing.
-
-    Returns
-    -------
-    train, test : int64 arrays
-        Sorted indices; together every sample once.
-    """
+    """Set the same fraction of every class aside for testing; return the sorted indices for training and testing."""
     labels = _checked_labels(labels)
     rng = np.random.RandomState(seed)
     is_test = np.zeros(labels.size, dtype=bool)

@@ -40,26 +40,21 @@ log = logging.getLogger("flwr").log
 
 
 class Federation:
-    """Runs federated training from a checkpoint to the last round.
-
-    Attributes
-    ----------
-    on_generation_done, before_checkpoint, on_round_end
-        Functions to call: after every client has generated all its images, after a round that gets a checkpoint, and
-        with the record of each round. The second one returns a function that is called just before the checkpoint,
-        while the next round trains. The last one may return why this round should be the run's last.
-    stopped
-        Why the run ends after the last recorded round, whatever `rounds` is; empty if it goes on.
-    """
+    """Runs federated training from a checkpoint to the last round."""
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
         self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
         self.clients = ClientRegistry(grid, config)
         self.training = TrainingRounds(self.clients, strategy, run)
         self.on_generation_done: Callable[[], None] = lambda: None
+        """Called after every client has generated all its images."""
         self.before_checkpoint: Callable[[], Callable[[], None]] = lambda: lambda: None
+        """Called after a round that gets a checkpoint. It returns a function, which is called just before the checkpoint,
+        while the next round trains."""
         self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
+        """Called with the record of each round; may return why this round should be the run's last."""
         self.stopped = ""
+        """Why the run ends after the last recorded round, whatever `rounds` is; empty if it goes on."""
         self._warned: set[str] = set()
         self._attributes, self._lost = unsaved_attributes(strategy), list[str]()
 
