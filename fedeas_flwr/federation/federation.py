@@ -49,8 +49,8 @@ class Federation:
         self.on_generation_done: Callable[[], None] = lambda: None
         """Called after every client has generated all its images."""
         self.before_checkpoint: Callable[[], Callable[[], None]] = lambda: lambda: None
-        """Called after a round that gets a checkpoint. It returns a function, which is called just before the checkpoint,
-        while the next round trains."""
+        """Called after a round that gets a checkpoint. It returns a function, which is called while the next round
+        trains, just before the checkpoint."""
         self.on_round_end: Callable[[Mapping[str, Any]], str | None] = lambda record: None
         """Called with the record of each round; may return why this round should be the run's last."""
         self.stopped = ""
