@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from fedeas_flwr.generators.federated import (
     write_received,
 )
 from fedeas_flwr.policies.adaptive import EVALUATE, Adaptive, MeasuredImages
-from fedeas_flwr.policies.interface import ClientView, Progress
+from fedeas_flwr.policies.interface import ClientView, Policy, Progress
 from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.policies.registry import answer_question, checked_plan, images_to_generate
 from fedeas_flwr.runs.class_scores import ClassScores, Evaluated
@@ -98,7 +97,7 @@ def query(message: Message, context: Context) -> Message:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
         if isinstance(policy, Adaptive) and messages.has_task(message):
             task = messages.read_task(message)
-            scores = ClassScores(*_folder_and_owner(config, node, context, task))
+            _, scores = _files(config, node, context, task)
             view = _view(config, data, node, task, scores.latest(task.round))
         return messages.build_query_reply(message, client, **answer_question(policy, view, question, at))
     disclosure = find_algorithm(config.strategy).disclosure
@@ -112,38 +111,24 @@ def query(message: Message, context: Context) -> Message:
 @clips_update
 def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's real and synthetic images."""
-    task, (trainable, buffers) = messages.read_task(message), messages.read_model(message)
-    config, node = _open(context, task.task)
-    data, device = local_data(config, node), configure_torch(config.device, config.precision)
+    task, config, node, data, device = _open_task(message, context)
+    trainable, buffers = messages.read_model(message)
     by_reference = messages.is_in_process(message)
-    if config.trains_generator:
-        config = _with_generator(config, node, task, message)
 
     # 1. Load the client's state after the last round whose reply the server used.
-    folder, owner = _folder_and_owner(config, node, context, task)
-    store = ClientStore(folder, owner, in_memory=by_reference)
+    store, scores = _files(config, node, context, task, by_reference)
     state = store.load(task.accepted_round)
     started = time.perf_counter()
 
-    # 2. Plan how many images to generate per class: in the client's first round of each part of the plan, or after its
-    #    data changed. The node's limit comes last, so that no other client's plan depends on it.
-    policy, scores = config.find_policy(), ClassScores(folder, owner)
+    # 2. Plan how many images to generate per class.
+    policy = config.find_policy()
     adaptive = policy if isinstance(policy, Adaptive) else None
     view = _view(config, data, node, task, scores.latest(task.round) if adaptive else None)
-    (counts,) = view.counts.tolist()
-    if state.part < view.round or data_changed(config, node.client, state, counts):
-        (plan,) = images_to_generate(policy, view).tolist()
-        kept = scale_down(plan, node.limited(sum(plan)))
-        planned = {"generate": tuple(kept), "not_made": sum(plan) - sum(kept), "counts": tuple(counts)}
-        state = replace(state, **planned, part=view.round)
-        limited = f", {sum(kept):,} within this node's limit" if sum(kept) < sum(plan) else ""
-        logger.info("client %d: %s images planned%s", node.client, f"{sum(plan):,}", limited)
-    generate = state.generate or ()
-    warn_if_limit_changed(node, sum(generate), state.not_made)
+    state = planned(config, node, policy, view, state)
 
     # 3. Generate the planned images that the cache lacks, or repeat real ones (oversample).
     copies = tuple(checked_plan(policy, view)[0].tolist()) if policy.repeats else ()
-    local = local_images(config, data, node, generate, copies, task.service, state.generator, device)
+    local = local_images(config, data, node, state.generate, copies, task.service, state.generator, device)
     images, labels = local.images, local.labels
     if adaptive and (fraction := adaptive.held_out(task.round)):
         trained_on = ~_held_out(config, node, len(data.partition.train[node.part]), len(labels), fraction)
@@ -174,7 +159,7 @@ def train_client(message: Message, context: Context) -> Message:
         examples=len(data.partition.train[node.part]),
         loss=trained.result.loss,
         steps=trained.result.steps,
-        generated=sum(generate),
+        generated=sum(state.generate),
         made=local.made,
         seconds_generating=generated - started,
         seconds_training=time.perf_counter() - generated,
@@ -197,15 +182,10 @@ def evaluate_client(message: Message, context: Context) -> Message:
 
 def evaluate_classes(policy: Adaptive, message: Message, context: Context) -> None:
     """Evaluate the received model on this client's images, and keep the scores of its classes on the client."""
-    task, model = messages.read_task(message), messages.read_model(message)
-    config, node = _open(context, task.task)
-    data, device = local_data(config, node), configure_torch(config.device, config.precision)
-    if config.trains_generator:
-        config = _with_generator(config, node, task, message)
-    folder, owner = _folder_and_owner(config, node, context, task)
-    state = ClientStore(folder, owner, in_memory=messages.is_in_process(message)).load(task.accepted_round)
-    generated, scores = state.generate or (), ClassScores(folder, owner)
-    local = local_images(config, data, node, generated, (), task.service, state.generator, device)
+    task, config, node, data, device = _open_task(message, context)
+    store, scores = _files(config, node, context, task, messages.is_in_process(message))
+    state, model = store.load(task.accepted_round), messages.read_model(message)
+    local = local_images(config, data, node, state.generate, (), task.service, state.generator, device)
     loss, predictions = CLASSIFIER.evaluate_each(config, data, local.images, local.labels, *model)
     before, real = scores.latest(task.round - 1), len(data.partition.train[node.part])
     labels = local.labels.cpu().numpy()
@@ -213,15 +193,37 @@ def evaluate_classes(policy: Adaptive, message: Message, context: Context) -> No
         labels=labels,
         loss=loss,
         wrong=predictions != labels,
-        changed=before.changes(predictions, generated) if before else np.full(len(labels), np.nan),
+        changed=before.changes(predictions, state.generate) if before else np.full(len(labels), np.nan),
         synthetic=np.arange(len(labels)) >= real,
         held_out=_held_out(config, node, real, len(labels), policy.held_out(task.round - 1)).numpy(),
     )
-    (planned,) = checked_plan(policy, _view(config, data, node, task, before))
-    progress = Progress(task.share.base, planned, policy.score(measured, data.num_classes))
-    scores.write(Evaluated(task.round, progress, generated, predictions))
+    (plan,) = checked_plan(policy, _view(config, data, node, task, before))
+    progress = Progress(task.share.base, plan, policy.score(measured, data.num_classes))
+    scores.write(Evaluated(task.round, progress, state.generate, predictions))
     shown = " ".join(f"{score:.3g}" for score in progress.scores)
     logger.info("client %d: scores of its classes before round %d: %s", node.client, task.round, shown)
+
+
+def planned(config: RunConfig, node: Node, policy: Policy, view: ClientView, state: ClientState) -> ClientState:
+    """Return the state with the plan: a new one in the first round of each part of it, or after the data changed.
+
+    The node's limit comes last, so that no other client's plan depends on it. If the limit changes, the plan stays:
+    with other images, later rounds would train on other data than earlier ones, and a resumed run would differ from one
+    that was not interrupted. The changed limit applies to the next run.
+    """
+    (counts,) = view.counts.tolist()
+    if state.part >= view.round and not data_changed(config, node.client, state, counts):
+        kept = sum(state.generate)
+        if node.limited(kept + state.not_made) != kept:
+            text = "client %d: this node's limit has changed, but the run keeps its %d images"
+            logger.warning(text, node.client, kept)
+        return state
+    (plan,) = images_to_generate(policy, view).tolist()
+    generate = scale_down(plan, node.limited(sum(plan)))
+    not_made = sum(plan) - sum(generate)
+    limited = f", {sum(generate):,} within this node's limit" if not_made else ""
+    logger.info("client %d: %s images planned%s", node.client, f"{sum(plan):,}", limited)
+    return replace(state, generate=tuple(generate), not_made=not_made, counts=tuple(counts), part=view.round)
 
 
 def data_changed(config: RunConfig, client: int, state: ClientState, counts: Sequence[int]) -> bool:
@@ -230,7 +232,7 @@ def data_changed(config: RunConfig, client: int, state: ClientState, counts: Seq
     Raise ValueError if they differ and `data-change` is "refuse": an average of clients that are no longer what they
     declared is not the requested run. The error does not contain the counts, only their sums.
     """
-    if state.counts is None or state.counts == tuple(counts):
+    if state.counts == tuple(counts):
         return False
     if config.data_change == "refuse":
         raise ValueError(
@@ -239,16 +241,6 @@ def data_changed(config: RunConfig, client: int, state: ClientState, counts: Seq
         )
     logger.warning("client %d: its labels changed, planning again", client)
     return True
-
-
-def warn_if_limit_changed(node: Node, kept: int, not_made: int) -> None:
-    """Log that the plan has ``kept`` images, but would have another number under this node's present limit.
-
-    The plan stays: with other images, later rounds would train on other data than earlier ones, and a resumed run would
-    differ from one that was not interrupted. The changed limit applies to the next run.
-    """
-    if node.limited(kept + not_made) != kept:
-        logger.warning("client %d: this node's limit has changed, but the run keeps its %d images", node.client, kept)
 
 
 def _view(
@@ -260,9 +252,12 @@ def _view(
     return ClientView(data.label_counts(node.part), settings, [task.share], part, progress)
 
 
-def _folder_and_owner(config: RunConfig, node: Node, context: Context, task: TrainTask) -> tuple[Path, str]:
-    """Return the folder of this client's files in the run, and whose they are."""
-    return node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
+def _files(
+    config: RunConfig, node: Node, context: Context, task: TrainTask, in_memory: bool = False
+) -> tuple[ClientStore, ClassScores]:
+    """Return this client's files of the run: its states, and its evaluations of the model."""
+    folder, owner = node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
+    return ClientStore(folder, owner, in_memory), ClassScores(folder, owner)
 
 
 def _held_out(config: RunConfig, node: Node, real: int, images: int, fraction: float) -> torch.Tensor:
@@ -271,6 +266,16 @@ def _held_out(config: RunConfig, node: Node, real: int, images: int, fraction: f
     chosen = stream(config.seed, "held out of training", node.client).permutation(real)[: round(fraction * real)]
     mask[torch.from_numpy(chosen)] = True
     return mask
+
+
+def _open_task(message: Message, context: Context) -> tuple[TrainTask, RunConfig, Node, FederatedData, str]:
+    """Return a message's task, and the config, node, data and device for it."""
+    task = messages.read_task(message)
+    config, node = _open(context, task.task)
+    data, device = local_data(config, node), configure_torch(config.device, config.precision)
+    if config.trains_generator:
+        config = _with_generator(config, node, task, message)
+    return task, config, node, data, device
 
 
 def _open(context: Context, task: str = "") -> tuple[RunConfig, Node]:

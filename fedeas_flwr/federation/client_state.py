@@ -28,13 +28,13 @@ from fedeas_flwr.common.cores import map_ordered
 class ClientState:
     """A client's state after a round."""
 
-    generate: tuple[int, ...] | None = None
-    """Number of images to generate per class, or ``None`` before the plan. A plan may be all zero."""
+    generate: tuple[int, ...] = ()
+    """Number of images to generate per class; empty before the plan. A plan may be all zero."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The algorithm's arrays."""
     generator: str = ""
     """Fingerprint of the generator of its images; images of another generator are not added to them."""
-    counts: tuple[int, ...] | None = None
+    counts: tuple[int, ...] = ()
     """The label counts of the plan. Like the whole state, they never leave the client."""
     not_made: int = 0
     """Number of images of the policy's plan that ``generate`` lacks because of the node's limit."""
@@ -86,7 +86,7 @@ class ClientStore:
         path = self._path(accepted_round)
         try:
             found, memory = read_checked(path, self._of_round(accepted_round))
-            generate, counts = (None if row is None else tuple(row) for row in (found["generate"], found["counts"]))
+            generate, counts = tuple(found["generate"]), tuple(found["counts"])
             return ClientState(generate, memory, found["generator"], counts, found["not_made"], found["part"])
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"client state of round {accepted_round}: {error}") from None

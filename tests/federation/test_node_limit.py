@@ -44,7 +44,7 @@ def keys(tmp_path: Path, fresh_images: Any) -> dict[str, Any]:
 
 def plans(run: RunDirectory) -> list[list[int]]:
     """Return each client's plan, as in its state after the last round."""
-    return [list(client_state(run, client, len(run.rounds())).generate or ()) for client in range(4)]
+    return [list(client_state(run, client, len(run.rounds())).generate) for client in range(4)]
 
 
 @pytest.mark.parametrize("policy", ["fedeas", "uniform", "missing-only", "waterfill", "full-balance"])
