@@ -102,8 +102,7 @@ class TrainingRounds:
         self._log_generation(number, online, state)
 
         # 3. Send, wait for the replies, and check each one.
-        by_node, checks = self._deliver_and_check(out, online, state)
-        replies = {client: by_node.get(self.clients.nodes[client]) for client in online}
+        replies, checks = self._deliver_and_check(out, online, state)
         received = time.perf_counter()
 
         # 4. The valid replies are used in ascending client id, whatever their order of arrival.
@@ -214,8 +213,8 @@ class TrainingRounds:
 
     def _deliver_and_check(
         self, out: Sequence[Message], online: Sequence[int], state: Checkpoint
-    ) -> tuple[dict[int, Message], dict[int, AcceptedReply | str]]:
-        """Send the messages; return the replies by node, and by client the checked reply or why it is rejected.
+    ) -> tuple[dict[int, Message | None], dict[int, AcceptedReply | str]]:
+        """Send the messages; return each client's reply and, if one arrived, the checked one or its fault.
 
         Replies are checked in threads when they arrive, since the check reads every number of them.
         """
@@ -237,7 +236,8 @@ class TrainingRounds:
                 checks[client_of[node]] = pool.submit(check, client_of[node], reply)
 
             by_node = deliver(self.clients.grid, out, self.config.round_timeout, begin) if out else {}
-            return by_node, {client: checked.result() for client, checked in checks.items()}
+            replies = {client: by_node.get(node) for node, client in client_of.items()}
+            return replies, {client: checked.result() for client, checked in checks.items()}
 
     def _split_replies(
         self,
@@ -249,13 +249,12 @@ class TrainingRounds:
         accepted: list[AcceptedReply] = []
         failures: list[dict[str, Any]] = []
         for client in sampled:
-            result = checks.get(client, "")
+            result = checks.get(client) or self.missing_reply_reason(client, replies)
             if isinstance(result, AcceptedReply):
                 accepted.append(result)
-                continue
-            reason = result or self.missing_reply_reason(client, replies)
-            log(INFO, "client %d: %s", client, reason)
-            failures.append({"client": client, "reason": reason})
+            else:
+                log(INFO, "client %d: %s", client, result)
+                failures.append({"client": client, "reason": result})
         return accepted, failures
 
     def missing_reply_reason(self, client: int, replies: Mapping[int, Message | None]) -> str:
