@@ -1,4 +1,9 @@
-"""The run's clients: who they are, what they declared, and each one's share of a matched budget."""
+"""The run's clients: who they are, what they declared, and each one's share of a matched budget.
+
+A client's number of real samples N_k is its weight in every average, and a matched budget is split by it. So a client
+declares it once, before the first round, and at most `max-examples`. A reply with another weight is rejected, and so is
+a plan that no client with N_k samples can have.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,13 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_manager import ClientManager
-from fedeas_flwr.federation.declarations import DeclaredSampleCounts
 from fedeas_flwr.federation.delivery import deliver, has_died
+from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.policies.interface import EMPTY_SHARE, Share
 from fedeas_flwr.policies.matched import MatchedPolicy
 from fedeas_flwr.strategies.interface import NeedsDisclosure
@@ -116,3 +122,40 @@ class ClientRegistry:
             missing, within = len(questions) - len(replies), f"round-timeout = {self.config.round_timeout:g} s"
             raise RunError(f"{missing} of {len(questions)} clients did not answer a query within {within}")
         return [replies[question.metadata.dst_node_id] for question in questions]
+
+
+class DeclaredSampleCounts:
+    """Records the clients' numbers of real samples, and checks later messages against them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._classes = config, len(dataset_info(config.dataset).classes)
+        self._examples: dict[int, int] = {}
+
+    def note(self, client: int, examples: int) -> None:
+        """Record a client's first declaration; later ones, after it rejoins, are ignored."""
+        self._examples.setdefault(client, examples)
+
+    def check_report(self, report: TrainReport, share: Share) -> None:
+        """Raise `MessageError` if a train reply's numbers do not match the declaration."""
+        declared, limit = self._examples[report.client], self._config.max_examples
+        if max(declared, report.examples) > limit:
+            raise MessageError(f"num-examples = {max(declared, report.examples)}, but max-examples = {limit}")
+        if report.examples != declared and self._config.data_change == "refuse":
+            raise MessageError(f"num-examples = {report.examples}, but the client first declared {declared}")
+        images = self.max_images(report.client, share, report.examples)
+        if report.generated + report.not_made > images:
+            more = f" and not-made = {report.not_made}" if report.not_made else ""
+            raise MessageError(f"generated = {report.generated}{more}, but its plan cannot exceed {images}")
+
+    def max_images(self, client: int, share: Share, examples: int = 0) -> int:
+        """Return the most images that a client's plan can have, by its declared samples or, if more, ``examples``."""
+        samples, settings = max(self._examples[client], examples), self._config.policy_settings
+        return self._config.find_policy().max_total(samples, self._classes, settings, share)
+
+    def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:
+        """Raise `MessageError` if no label counts with the declared number of samples give this reply to a question."""
+        samples, settings = self._examples[client], self._config.policy_settings
+        bounds = policy.max_reply(samples, self._classes, settings, question, at)
+        for key, number, limit in zip(policy.questions[question], numbers, bounds, strict=True):
+            if number > limit:
+                raise MessageError(f"{key} = {number}, but it is at most {limit} with {counted(samples, 'sample')}")

@@ -28,7 +28,7 @@ from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import MessageError, RunError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.declarations import DeclaredSampleCounts
+from fedeas_flwr.federation.client_registry import DeclaredSampleCounts
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
