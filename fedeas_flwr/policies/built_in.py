@@ -7,7 +7,19 @@ from fedeas_flwr.allocation import MAX_COUNT, IntArray
 from fedeas_flwr.policies.interface import ClientView, Policy, PolicySettings, Share
 
 
-class NoImages(Policy):
+class _GeneratesNothing(Policy):
+    """Base of the policies under which no image is generated."""
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return 0."""
+        return 0
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return False."""
+        return False
+
+
+class NoImages(_GeneratesNothing):
     """Add nothing."""
 
     name = "none"
@@ -17,14 +29,6 @@ class NoImages(Policy):
     def plan(self, view: ClientView) -> IntArray:
         """Return zeros."""
         return allocation.none(view.counts)
-
-    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return 0."""
-        return 0
-
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return False."""
-        return False
 
 
 class FillToBudget(Policy):
@@ -56,7 +60,7 @@ class FillToBudget(Policy):
         return settings.gamma if self._own_gamma is None else self._own_gamma
 
 
-class Oversample(Policy):
+class Oversample(_GeneratesNothing):
     """Repeat a client's own images up to FedEAS's budget: the alternative without a generator."""
 
     name = "oversample"
@@ -67,14 +71,6 @@ class Oversample(Policy):
         """Return the number of copies per class; 0 for absent classes."""
         settings = view.settings
         return allocation.oversample(view.counts, settings.beta, settings.gamma, settings.strict_mean)
-
-    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return 0: copies are not generated."""
-        return 0
-
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return False."""
-        return False
 
     def budget(self, view: ClientView) -> IntArray:
         """Return FedEAS's b_k."""
