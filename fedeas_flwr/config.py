@@ -35,50 +35,38 @@ class BuiltinStrategy(NamedTuple):
     arguments: str = ""
 
 
+_OURS, _FLOWERS = "fedeas_flwr.strategies", "flwr.serverapp.strategy"
 STRATEGIES = {
-    "fedavg": BuiltinStrategy(
-        "fedeas_flwr.strategies.fedavg:FEDAVG", "mean of the client models, weighted by real samples"
-    ),
+    "fedavg": BuiltinStrategy(f"{_OURS}.fedavg:FEDAVG", "mean of the client models, weighted by real samples"),
     "fedprox": BuiltinStrategy(
-        "fedeas_flwr.strategies.fedprox:FEDPROX",
-        "FedAvg with a proximal term that keeps clients near the received model",
+        f"{_OURS}.fedprox:FEDPROX", "FedAvg with a proximal term that keeps clients near the received model"
     ),
     "scaffold": BuiltinStrategy(
-        "fedeas_flwr.strategies.scaffold:SCAFFOLD",
-        "control variates correct the clients' steps; unweighted mean of the models",
+        f"{_OURS}.scaffold:SCAFFOLD", "control variates correct the clients' steps; unweighted mean of the models"
     ),
     "moon": BuiltinStrategy(
-        "fedeas_flwr.strategies.moon:MOON",
+        f"{_OURS}.moon:MOON",
         "FedAvg with a contrastive loss: features move towards the received model's and away from the client's last",
     ),
-    "fedavgm": BuiltinStrategy(
-        "flwr.serverapp.strategy:FedAvgM", "FedAvg with momentum on the server", "server_momentum=0.9"
-    ),
-    "fedadam": BuiltinStrategy("flwr.serverapp.strategy:FedAdam", "Adam on the mean update"),
-    "fedadagrad": BuiltinStrategy("flwr.serverapp.strategy:FedAdagrad", "Adagrad on the mean update"),
-    "fedyogi": BuiltinStrategy("flwr.serverapp.strategy:FedYogi", "Yogi on the mean update"),
-    "fedmedian": BuiltinStrategy("flwr.serverapp.strategy:FedMedian", "unweighted coordinate-wise median"),
-    "fedtrimmedavg": BuiltinStrategy(
-        "flwr.serverapp.strategy:FedTrimmedAvg", "unweighted coordinate-wise trimmed mean"
-    ),
-    "krum": BuiltinStrategy("flwr.serverapp.strategy:Krum", "the single client model nearest to the others"),
+    "fedavgm": BuiltinStrategy(f"{_FLOWERS}:FedAvgM", "FedAvg with momentum on the server", "server_momentum=0.9"),
+    "fedadam": BuiltinStrategy(f"{_FLOWERS}:FedAdam", "Adam on the mean update"),
+    "fedadagrad": BuiltinStrategy(f"{_FLOWERS}:FedAdagrad", "Adagrad on the mean update"),
+    "fedyogi": BuiltinStrategy(f"{_FLOWERS}:FedYogi", "Yogi on the mean update"),
+    "fedmedian": BuiltinStrategy(f"{_FLOWERS}:FedMedian", "unweighted coordinate-wise median"),
+    "fedtrimmedavg": BuiltinStrategy(f"{_FLOWERS}:FedTrimmedAvg", "unweighted coordinate-wise trimmed mean"),
+    "krum": BuiltinStrategy(f"{_FLOWERS}:Krum", "the single client model nearest to the others"),
     "multikrum": BuiltinStrategy(
-        "fedeas_flwr.strategies.flower:multikrum",
-        "mean of the client models nearest to the others, weighted by real samples",
+        f"{_OURS}.flower:multikrum", "mean of the client models nearest to the others, weighted by real samples"
     ),
     "bulyan": BuiltinStrategy(
-        "flwr.serverapp.strategy:Bulyan",
-        "MultiKrum, then for every weight the mean of the values nearest to the median",
+        f"{_FLOWERS}:Bulyan", "MultiKrum, then for every weight the mean of the values nearest to the median"
     ),
-    "qfedavg": BuiltinStrategy(
-        "flwr.serverapp.strategy:QFedAvg", "updates weighted by the client's training loss to the power q"
-    ),
+    "qfedavg": BuiltinStrategy(f"{_FLOWERS}:QFedAvg", "updates weighted by the client's training loss to the power q"),
     "fedmix": BuiltinStrategy(
-        "fedeas_flwr.strategies.fedmix:FEDMIX",
-        "FedAvg whose clients mix in other clients' mean images, by a first-order Taylor term",
+        f"{_OURS}.fedmix:FEDMIX", "FedAvg whose clients mix in other clients' mean images, by a first-order Taylor term"
     ),
     "fedgen": BuiltinStrategy(
-        "fedeas_flwr.strategies.fedgen:FEDGEN",
+        f"{_OURS}.fedgen:FEDGEN",
         "FedAvg with a feature generator: the server trains it on the clients' heads, the clients learn from it",
     ),
 }
