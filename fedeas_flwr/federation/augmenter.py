@@ -47,14 +47,22 @@ class Augmenter:
     A new object checks its arguments, but opens nothing. The generator is opened when an image is missing in the cache,
     once per process.
 
-    ``generator`` is that of `open_generator`, or an object, see `Generator`. ``dataset`` is the name of a dataset of
-    this package that has the generator's classes and image shape, or the names of the classes in the order of the
-    labels. It is not needed with an object, or a folder that ``fedeas train-generator`` wrote. ``device`` is ``auto``,
-    ``cpu`` or ``cuda``, and ``settings`` are more arguments of `open_generator`, such as ``steps``.
-
-    ``transform`` turns a PIL image into the image of an item; by default it is that of the client's dataset: the
-    attribute ``transform``, or the function given to ``with_transform``. ``seed`` is part of each image's identity,
-    together with the client's number: its ``partition-id``, or else its node id.
+    Parameters
+    ----------
+    generator
+        As for `open_generator`; or an object, see `Generator`.
+    dataset
+        Name of a dataset of this package that has the generator's classes and image shape, or the names of the classes
+        in the order of the labels. Not needed with an object, or a folder that ``fedeas train-generator`` wrote.
+    transform
+        Turns a PIL image into the image of an item. By default that of the client's dataset: the attribute
+        ``transform``, or the function given to ``with_transform``.
+    seed
+        Part of each image's identity, together with the client's number: its ``partition-id``, or else its node id.
+    device
+        ``auto``, ``cpu`` or ``cuda``.
+    settings
+        More arguments of `open_generator`, such as ``steps``.
     """
 
     def __init__(
@@ -82,11 +90,22 @@ class Augmenter:
     def augment(self, dataset: Any, message: Message, context: Context) -> Any:
         """Return the dataset followed by the client's synthetic images, whose items look like the real ones.
 
-        ``dataset`` is a torch dataset whose items are (image, label) or a dict of both, or a split of a Hugging Face
-        dataset; ``message`` is the train message, from a strategy after `with_fedeas`. The client plans when it first
-        takes part, and again if its label counts change; the plan is in ``context.state``. Weight the reply by the
-        number of real items, ``len(dataset)``, as the paper does. Raise ValueError, in one line, if the message has no
-        β or the generator does not fit the dataset.
+        The client plans when it first takes part, and again if its label counts change; the plan is in
+        ``context.state``. Weight the reply by the number of real items, ``len(dataset)``, as the paper does.
+
+        Parameters
+        ----------
+        dataset
+            A torch dataset whose items are (image, label) or a dict of both, or a split of a Hugging Face dataset.
+        message
+            The train message, from a strategy after `with_fedeas`.
+        context
+            The client's context.
+
+        Raises
+        ------
+        ValueError
+            In one line, if the message has no β or the generator does not fit the dataset.
         """
         made_by = self._describe()
         task, client = messages.read_augment_task(message), _client(context)

@@ -45,13 +45,24 @@ def with_fedeas(
     total among the nodes that are online before round 1, by the integers that they reply with; nodes that join later
     generate nothing.
 
-    Any Flower strategy will do: its ``configure_train`` is replaced by one that calls it and adds keys to the messages'
-    config. ``beta`` is the scale of the budgets; `fedeas plan` helps to choose it. ``policy`` is the name of one that
-    needs no other clients' label counts and plans once, before the client first trains. ``gamma``, ``strict_mean`` and
-    ``total`` are those of `allocate`.
+    Parameters
+    ----------
+    strategy
+        Any Flower strategy. Its ``configure_train`` is replaced by one that calls it and adds keys to the messages'
+        config.
+    beta
+        Scale of the budgets; `fedeas plan` helps to choose it.
+    policy
+        Name of a policy that needs no other clients' label counts and plans once, before the client first trains.
+    gamma, strict_mean, total
+        As for `allocate`.
 
-    Raise ValueError, in one line, if the policy does not exist or does not take a value. Under a matched policy,
-    `RunError` is raised in round 1 if a client does not answer.
+    Raises
+    ------
+    ValueError
+        In one line, if the policy does not exist or does not take a value.
+    RunError
+        Under a matched policy, in round 1, if a client does not answer.
     """
     if policy not in AT_ONCE:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(AT_ONCE)}")
