@@ -59,14 +59,8 @@ def threads_for(model: Mapping[str, Any], models: int, while_clients_train: bool
 def chunks(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) -> Iterator[list[tuple[str, int]]]:
     """Yield the blocks of arrays as (name, first element), in order, in pieces large enough for a thread.
 
-    Parameters
-    ----------
-    arrays
-        A model. No block holds parts of two arrays.
-    block
-        Maximum elements of a block.
-    elements, blocks
-        A piece is full with this number of elements, or of blocks if they are small.
+    A block has at most ``block`` elements, all of one array. A piece is full with ``elements`` elements, or with
+    ``blocks`` blocks if they are small.
     """
     piece: list[tuple[str, int]] = []
     held = 0

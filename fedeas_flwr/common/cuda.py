@@ -44,21 +44,10 @@ def capture(
 ) -> Callable[[], None]:
     """Capture ``step`` on ``stream``, the current stream; return a function that replays it.
 
-    Parameters
-    ----------
-    step
-        The work to capture. Memory that it reads or writes, except what it allocates itself, must not move.
-    stream
-        The graph's own stream, which nothing else uses during the capture.
-    before_each
-        Resets the state that ``step`` changes; called before each of its runs.
-
-    Raises
-    ------
-    CaptureError
-        If ``step`` runs but cannot be captured.
-    torch.OutOfMemoryError
-        If there is not enough memory.
+    The stream is the graph's own: nothing else uses it during the capture. Memory that ``step`` reads or writes, except
+    what it allocates itself, must not move. ``before_each``, called before each run of ``step``, resets the state that
+    it changes. `CaptureError` is raised if ``step`` runs but cannot be captured, `torch.OutOfMemoryError` if there is
+    not enough memory.
     """
     with capturing:
         for _ in range(WARM_UPS):  # libraries choose kernels and allocate workspaces outside the capture
@@ -108,13 +97,7 @@ def priority(rank: int) -> int:
 
 
 def own_stream(rank: int = LAST) -> Any:
-    """Return an unused stream of this rank, or of another rank if all 32 are in use.
-
-    Raises
-    ------
-    RuntimeError
-        If all streams are in use.
-    """
+    """Return an unused stream of this rank, or of another if its 32 are in use; raise RuntimeError if all are."""
     with _lock:
         for number in (priority(rank), *map(priority, range(LAST, -1, -1))):
             for _ in range(_POOL):

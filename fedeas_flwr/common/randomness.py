@@ -32,16 +32,9 @@ _KEY_BYTES = 32
 class Noise:
     """The secret noise of a run, and the releases that it was used for.
 
-    Parameters
-    ----------
-    path
-        The file with the key, its digest and one line per release, readable by its owner only. It is created if
-        missing; without a path nothing is stored. A key that a user wrote gets its digest here.
-
-    Raises
-    ------
-    ValueError
-        If the file is damaged or not a noise key, in one line.
+    The file at ``path``, readable by its owner only, has the key, its digest and one line per release. It is created if
+    missing; without a path nothing is stored. A key that a user wrote gets its digest here. If the file is damaged or
+    not a noise key, ValueError is raised, in one line.
     """
 
     def __init__(self, path: Path | None = None) -> None:

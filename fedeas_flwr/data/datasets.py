@@ -78,15 +78,11 @@ def short_name(name: str) -> str:
 def open_dataset(name: str, data_dir: str = "") -> Dataset:
     """Open a dataset; the first time, write it to the user's cache.
 
-    Parameters
-    ----------
-    name
-        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, ``fashion-mnist``, or ``own:PATH`` or
-        ``hf:PATH`` (see `own_dataset.read_dataset`).
-    data_dir
-        Folder of CIFAR or Fashion-MNIST: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or
-        the folder that torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless
-        ``FEDEAS_OFFLINE`` is set. Empty: ``datasets`` in the user's cache.
+    It is ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, ``fashion-mnist``, or ``own:PATH`` or
+    ``hf:PATH`` (see `own_dataset.read_dataset`). ``data_dir``, by default ``datasets`` in the user's cache, is the
+    folder of CIFAR or Fashion-MNIST: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the
+    folder that torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless
+    ``FEDEAS_OFFLINE`` is set.
     """
     if is_own(name):
         return _open_own(name)[1]

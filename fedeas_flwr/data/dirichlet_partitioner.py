@@ -20,21 +20,12 @@ from fedeas_flwr.partition import Partition, dirichlet_partition
 
 
 class PaperDirichletPartitioner(Partitioner):  # type: ignore[misc]  # the package may be missing where this is checked
-    """Distribute samples class by class in Dirichlet proportions, as `dirichlet_partition` does.
+    """Distribute samples class by class in Dirichlet proportions, as `dirichlet_partition` does, over K clients.
 
-    Parameters
-    ----------
-    num_partitions : int
-        Number of clients K.
-    partition_by : str
-        Column of the labels. Labels that are not whole numbers from 0 are numbered in sorted order.
-    alpha : float
-        Concentration of the symmetric Dirichlet distribution; smaller is more skewed.
-    seed : int
-        Seed of NumPy's legacy generator.
-    test_fraction : float
-        Fraction of its samples that a client sets aside (`load_test_partition`). 0.25, on the train and test split
-        together, is the paper's protocol.
+    ``partition_by`` is the column of the labels; labels that are not whole numbers from 0 are numbered in sorted order.
+    ``alpha`` is the concentration of the symmetric Dirichlet distribution; smaller is more skewed. ``seed`` is that of
+    NumPy's legacy generator. ``test_fraction`` is the fraction of its samples that a client sets aside
+    (`load_test_partition`); 0.25, on the train and test split together, is the paper's protocol.
     """
 
     def __init__(

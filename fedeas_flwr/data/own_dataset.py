@@ -37,21 +37,11 @@ _TEST_FRACTION = 0.2
 
 
 def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """Read a custom dataset with its train and test split.
+    """Return a custom dataset's ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and the names of its classes.
 
-    Parameters
-    ----------
-    where
-        A folder with ``train`` and ``test``, each with one subfolder per class; an ``.npz`` file with ``x_train``,
-        ``y_train``, ``x_test``, ``y_test``; or one set as for `read_images`. Of one set, a fixed fifth of every class,
-        rounded to the nearest image, is held out for testing; a class of one or two images has no test image. Or
-        ``hf:PATH``, see `hf_dataset`.
-
-    Returns
-    -------
-    arrays : dict
-        ``x_train``, ``y_train``, ``x_test``, ``y_test``.
-    classes : tuple of str
+    It is a folder with ``train`` and ``test``, each with one subfolder per class; an ``.npz`` file with these arrays;
+    one set as for `read_images`; or ``hf:PATH``, see `hf_dataset`. Of one set, a fixed fifth of every class, rounded to
+    the nearest image, is held out for testing; a class of one or two images has no test image.
     """
     if hf_dataset.is_hf(where):
         first, second = hf_dataset.read_splits(where)

@@ -68,28 +68,19 @@ def read_images(
     size: tuple[int, int] | None = None,
     channels: int | None = None,
 ) -> OwnImages:
-    """Read labelled images.
+    """Read labelled images; FileNotFoundError and ValueError name the path and what was expected there, in one line.
 
-    Parameters
-    ----------
-    where
-        A folder with one subfolder of image files (`SUFFIXES`) per class; or an ``.npz`` file with ``x`` (uint8
-        ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
-    classes
-        Names of the classes in the order of their labels, if given by the dataset. Subfolders, and the ``classes`` of
-        an ``.npz`` file, then name a class by its name or its number (by number only if no name is a number).
-        Otherwise the subfolders are the classes, sorted by name, or numerically if all names are whole numbers.
-    size
-        ``(H, W)``: files of another size are resampled with anti-aliasing; arrays must have this size. None: all
-        images must have the same size.
-    channels
-        1 converts files to grey, 3 to RGB; arrays must have this many. None: 1 if all files are grey (a ``.webp`` file
-        never is), else 3. Of 16 bits per channel the upper 8 are used.
+    They are in a folder with one subfolder of image files (`SUFFIXES`) per class; or in an ``.npz`` file with ``x``
+    (uint8 ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
 
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        One line that names the path and what was expected there.
+    ``classes`` are the names of the classes in the order of their labels, if given by the dataset. Subfolders, and the
+    ``classes`` of an ``.npz`` file, then name a class by its name or its number (by number only if no name is a
+    number). Otherwise the subfolders are the classes, sorted by name, or numerically if all names are whole numbers.
+
+    With ``size``, ``(H, W)``, files of another size are resampled with anti-aliasing, and arrays must have this size;
+    without it all images must have the same size. ``channels`` converts files to grey (1) or RGB (3), and arrays must
+    have this many; by default it is 1 if all files are grey (a ``.webp`` file never is), else 3. Of 16 bits per channel
+    the upper 8 are used.
     """
     path = expanded(where)
     if path.is_dir():

@@ -57,18 +57,7 @@ class Generator(Protocol):
         ...
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Generate images.
-
-        Parameters
-        ----------
-        samples
-            Identities of the images, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``, in the order of `samples`.
-        """
+        """Return the images of some identities, uint8 ``[len(samples), H, W, C]``, in the order of ``samples``."""
         ...
 
 

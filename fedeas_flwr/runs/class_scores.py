@@ -40,15 +40,7 @@ class Evaluated:
 
 
 class ClassScores:
-    """The evaluations of one client in one run.
-
-    Parameters
-    ----------
-    folder
-        The folder of this client in this run.
-    owner
-        The run and the client, which every file's digest covers.
-    """
+    """The evaluations of a client in a run, in its folder; every digest covers ``owner``, the run and the client."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner

@@ -46,21 +46,10 @@ class RunStatus:
         them is alive. It keeps the time of its first process's start. A lock keeps these processes from overwriting
         each other's status.
 
-        Parameters
-        ----------
-        status
-            running, interrupted, finished or failed.
-        error
-            Why the run failed, in one line.
-        pid
-            A process that was just started to run it, which replaces all listed ones; by default this process is
-            added to them.
-        died
-            Whether it failed because processes died, so that a launcher may resume it in new ones.
-        gaps
-            Which clients a finished run lacks in which rounds, in one line; empty: none.
-        warnings
-            Callback → why it failed, in one line.
+        ``pid`` is a process that was just started to run it, which replaces all listed ones; by default this process is
+        added to them. ``error`` is why the run failed, and ``died`` whether because processes died, so that a launcher
+        may resume it in new ones. ``gaps`` are the clients that a finished run lacks, by round; ``warnings`` has by
+        callback why it failed. All texts are one line.
         """
         found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
         found |= {"gaps": gaps} if gaps else {}

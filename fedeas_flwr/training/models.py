@@ -60,33 +60,16 @@ def build_model(
     weights: str = "none",
     seed: int,
 ) -> nn.Module:
-    """Build a network whose initial weights depend on `seed` only.
+    """Return a network on the CPU, in training mode, whose initial weights depend on ``seed`` only.
 
-    torch's global random state stays unchanged.
+    torch's global random state stays unchanged. The network is ``small-cnn``, ``resnet18`` (torchvision's), or
+    ``package.module:callable``: a custom one, called with ``num_classes`` and ``image_shape`` by keyword.
 
-    Parameters
-    ----------
-    name
-        ``small-cnn``, ``resnet18`` (torchvision's), or ``package.module:callable``: a custom network, called with
-        ``num_classes`` and ``image_shape`` by keyword.
-    num_classes
-        Number of outputs.
-    image_shape
-        ``(H, W, C)``.
-    stem
-        resnet18 only: ``7x7`` with max-pool (torchvision's), or ``3x3`` with stride 1 and no max-pool.
-    weights
-        Pretrained weights, resnet18 only: ``none``; ``imagenet``, torchvision's official ones; or the path of a
-        ``.safetensors`` file with torchvision's names, in any float dtype. The head is always new, and so is a 3×3
-        stem. For images of one channel the 7×7 stem is summed over its three: a grey image then has the same features
-        as one whose channels are equal.
-    seed
-        Seed of the initial weights.
-
-    Returns
-    -------
-    torch.nn.Module
-        On the CPU, in training mode.
+    ``stem`` and ``weights`` are for resnet18. Its stem is ``7x7`` with max-pool (torchvision's), or ``3x3`` with stride
+    1 and no max-pool. Its pretrained weights are ``none``; ``imagenet``, torchvision's official ones; or the path of a
+    ``.safetensors`` file with torchvision's names, in any float dtype. The head is always new, and so is a 3×3 stem.
+    For images of one channel the 7×7 stem is summed over its three: a grey image then has the same features as one
+    whose channels are equal.
     """
     if name != "resnet18" and weights != "none":
         raise ValueError(f"weights: {weights!r} cannot be loaded into model {name!r}; allowed is none")
