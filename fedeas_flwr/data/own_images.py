@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from os import DirEntry
 from pathlib import Path
@@ -194,14 +195,26 @@ def _size_and_channels(
 
 
 def _read_header(file: ImageFile) -> tuple[tuple[int, int], str]:
+    with _opened(file) as image:
+        swapped = _orientation(image) >= _FIRST_SWAPPED
+        return (image.width, image.height) if swapped else (image.height, image.width), image.mode
+
+
+@contextmanager
+def _opened(file: ImageFile) -> Iterator[Image.Image]:
+    """Open an image; raise an error of reading it in the block as a `ValueError` that names the file."""
     from PIL import Image
 
     try:
-        with _content(file) as content, Image.open(content, formats=_FORMATS) as image:
-            swapped = _orientation(image) >= _FIRST_SWAPPED
-            return (image.width, image.height) if swapped else (image.height, image.width), image.mode
-    except (OSError, ValueError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
-        raise _unreadable(file, error) from None
+        if isinstance(file, Path):
+            refuse_special(file)
+        # Opened by name, an uncompressed TIFF is memory-mapped by Pillow, wrongly if it is rotated.
+        with file.open("rb") as content, Image.open(content, formats=_FORMATS) as image:
+            yield image
+    # PIL's "cannot identify" is an OSError, a broken PNG a SyntaxError, what it cannot convert a ValueError.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        why = re.sub(r" <_io\.\w+ .*?>", "", one_line(error))  # Pillow names the open file as an object
+        raise ValueError(f"{file} is not an image that can be read ({why})") from None
 
 
 def _orientation(image: Image.Image) -> int:
@@ -217,34 +230,18 @@ def _orientation(image: Image.Image) -> int:
     return found if isinstance(found, int) and found in _TURNS else 1
 
 
-def _unreadable(file: ImageFile, error: BaseException) -> ValueError:
-    why = re.sub(r" <_io\.\w+ .*?>", "", one_line(error))  # Pillow names the open file as an object
-    return ValueError(f"{file} is not an image that can be read ({why})")
-
-
-def _content(file: ImageFile) -> BinaryIO:
-    if isinstance(file, Path):
-        refuse_special(file)
-    return file.open("rb")
-
-
 def _read_file(file: ImageFile, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
     from PIL import Image
 
-    try:
-        # Opened by name, an uncompressed TIFF is memory-mapped by Pillow, wrongly if it is rotated.
-        with _content(file) as content, Image.open(content, formats=_FORMATS) as image:
-            if image.mode in _MODES_OF_ANY_RANGE:
-                raise ValueError(f"Pillow's mode {image.mode} has no fixed range: save the image with 8 or 16 bits")
-            pixels: Image.Image = image
-            if image.mode in _GREY_OF_16_BITS:  # the upper 8 bits, as Pillow does for RGB; `convert` clips at 255
-                pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            if turn := _TURNS.get(_orientation(image)):
-                pixels = pixels.transpose(Image.Transpose[turn])
-            pixels = pixels.convert("L" if channels == 1 else "RGB")
-    # A broken PNG is a SyntaxError; an image that Pillow cannot convert is a ValueError.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(file, error) from None
+    with _opened(file) as image:
+        if image.mode in _MODES_OF_ANY_RANGE:
+            raise ValueError(f"Pillow's mode {image.mode} has no fixed range: save the image with 8 or 16 bits")
+        pixels: Image.Image = image
+        if image.mode in _GREY_OF_16_BITS:  # the upper 8 bits, as Pillow does for RGB; `convert` clips at 255
+            pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if turn := _TURNS.get(_orientation(image)):
+            pixels = pixels.transpose(Image.Transpose[turn])
+        pixels = pixels.convert("L" if channels == 1 else "RGB")
     if pixels.size != (size[1], size[0]):
         pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)
     return np.asarray(pixels, dtype=np.uint8).reshape(*size, channels)
