@@ -28,17 +28,17 @@ def seal(record: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return {**record, _DIGEST: _digest(record, owner)}
 
 
-def unseal(record: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the content of a sealed record; raise `ValueError` if it differs from what was sealed."""
+def unseal(record: Mapping[str, Any], owner: str, required: bool = True) -> dict[str, Any]:
+    """Return the content of a sealed record; raise `ValueError` if it differs from what was sealed.
+
+    Records of older versions and exported ones have no digest: they are returned as they are unless it is ``required``.
+    """
+    if not (required or _DIGEST in record):
+        return dict(record)
     content = {key: value for key, value in record.items() if key != _DIGEST}
     if record.get(_DIGEST) != _digest(content, owner):
         raise ValueError(DAMAGED if _DIGEST in record else NO_DIGEST)
     return content
-
-
-def is_sealed(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a digest; records of older versions and exported ones have none."""
-    return _DIGEST in record
 
 
 def write_checked(path: Path, record: Mapping[str, Any], arrays: Arrays, owner: str) -> None:

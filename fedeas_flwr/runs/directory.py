@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from fedeas_flwr.common.checked import is_sealed, read_arrays, seal, unseal
+from fedeas_flwr.common.checked import read_arrays, seal, unseal
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_path, atomic_write, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.common.npy import Arrays, to_numpy
@@ -226,7 +226,7 @@ class RunDirectory(RunStatus):
         """Return the content of config.json; without a digest, only if it is not ``to_resume`` the run."""
         found: dict[str, Any] = self.read_json("config.json")
         try:
-            return unseal(found, self.owner()) if to_resume or is_sealed(found) else found
+            return unseal(found, self.owner(), required=to_resume)
         except ValueError as error:
             reason = f"{self.path / 'config.json'} cannot be used: {error}"
             raise RunError(f"{reason}; restore it, or start a new run") from None

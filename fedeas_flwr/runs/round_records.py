@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.common.checked import is_sealed, unseal
+from fedeas_flwr.common.checked import unseal
 
 _MAX_SHOWN = 40
 
@@ -64,7 +64,7 @@ def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, A
     if not has_loss and (not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1):
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     try:
-        return unseal(record, owner) if is_sealed(record) else record, ""
+        return unseal(record, owner, required=False), ""
     except ValueError as error:
         return None, str(error)
 
