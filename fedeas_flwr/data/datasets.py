@@ -96,8 +96,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
         except Exception:  # missing or damaged: write it
             arrays = source.read()
             check_arrays(info, arrays, source.origin)
-            with atomic_folder(folder) as temporary:
-                _write_folder(temporary, folder.name, arrays, {})
+            _write_folder(folder, arrays, {})
             arrays = _open_folder(info, folder)
     return Dataset(name, info.classes, info.mean, info.std, **arrays)
 
@@ -143,8 +142,7 @@ def _write_own(name: str, folder: Path) -> None:
     std = np.maximum(std, 1e-3)  # a constant channel must not lead to a division by zero
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
     about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
-    with atomic_folder(folder) as temporary:
-        _write_folder(temporary, folder.name, arrays, about)
+    _write_folder(folder, arrays, about)
 
 
 def _mean_and_std(pixels: Images) -> tuple[FloatArray, FloatArray]:
@@ -174,18 +172,19 @@ def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
     return info, _open_folder(info, folder)
 
 
-def _write_folder(folder: Path, owner: str, arrays: Arrays, about: Mapping[str, Any]) -> None:
-    """Write the arrays and about.json into a new folder; ``owner`` is its final name."""
-    for key in KEYS:
-        dtype = np.uint8 if key.startswith("x") else np.int64
-        try:
-            np.save(folder / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
-        except OSError as error:
-            if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-            raise
-    files = {key: {"sha256": sha256_of(folder / f"{key}.npy")} for key in KEYS}
-    _write_about(folder, owner, {**about, "files": files})
+def _write_folder(folder: Path, arrays: Arrays, about: Mapping[str, Any]) -> None:
+    """Write the arrays and about.json as a folder, completely or not at all."""
+    with atomic_folder(folder) as temporary:
+        for key in KEYS:
+            dtype = np.uint8 if key.startswith("x") else np.int64
+            try:
+                np.save(temporary / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
+            except OSError as error:
+                if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+                raise
+        files = {key: {"sha256": sha256_of(temporary / f"{key}.npy")} for key in KEYS}
+        _write_about(temporary, folder.name, {**about, "files": files})
 
 
 def _write_about(folder: Path, owner: str, about: Mapping[str, Any]) -> None:
