@@ -88,8 +88,6 @@ def build_model(
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
     from torchvision.models import resnet18  # slow to import
 
-    if stem not in ("7x7", "3x3"):
-        raise ValueError(f"stem: {stem!r} is not known; use one of 7x7, 3x3")
     channels = image_shape[2]
     model: nn.Module = resnet18(weights=None, num_classes=num_classes)
     if stem == "3x3":

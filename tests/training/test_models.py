@@ -78,8 +78,6 @@ def test_resnet18_stems() -> None:
     assert wide.conv1.weight.shape == (64, 3, 7, 7) and isinstance(wide.maxpool, nn.MaxPool2d)
     assert fine.conv1.weight.shape == (64, 3, 3, 3) and isinstance(fine.maxpool, nn.Identity)
     assert fine.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
-    with pytest.raises(ValueError, match="stem: '5x5' is not known; use one of 7x7, 3x3"):
-        build_model("resnet18", 10, CIFAR, stem="5x5", seed=0)
 
 
 def test_pretrained_stem_sees_grey_images_as_equal_channels(tmp_path: Path) -> None:
