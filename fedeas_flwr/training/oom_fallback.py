@@ -129,14 +129,13 @@ def low_memory_modes(model: nn.Module, images: torch.Tensor, batch_size: int) ->
     batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
     if batchnorm or uses_rng(model, images):
         return [("with activation checkpointing", checkpoint_activations, batch_size)]
-    parts = [2**power for power in range(1, batch_size.bit_length()) if 2**power <= batch_size]
     return [
         (
             f"with gradient accumulation over {count} micro-batches",
             partial(accumulate_gradients, count),
             -(-batch_size // count),
         )
-        for count in parts
+        for count in (2**power for power in range(1, batch_size.bit_length()))
     ]
 
 

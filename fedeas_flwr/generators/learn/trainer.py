@@ -143,10 +143,9 @@ class Trainer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a checkpoint by name, as contiguous copies on the CPU."""
-        names = [name for name, _ in self.unet.named_parameters()]
-        found = {f"unet/{n}": p for n, p in self.unet.named_parameters()}
-        found |= {f"average/{n}": p for n, p in zip(names, self.average.shadow_params, strict=True)}
-        for name, parameter in self.unet.named_parameters():
+        found: dict[str, torch.Tensor] = {}
+        for (name, parameter), shadow in zip(self.unet.named_parameters(), self.average.shadow_params, strict=True):
+            found |= {f"unet/{name}": parameter, f"average/{name}": shadow}
             found |= {f"adam-{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         return {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
 
