@@ -44,21 +44,17 @@ class Generator(Protocol):
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the pixels: weights, settings, sampler, precision, seeding."""
-        ...
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Shape ``(H, W, C)`` of the images."""
-        ...
 
     @property
     def num_classes(self) -> int:
         """Number of classes; labels are 0 to ``num_classes - 1``."""
-        ...
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
         """Return the images of some identities, uint8 ``[len(samples), H, W, C]``, in the order of ``samples``."""
-        ...
 
 
 def check_attributes(generator: object, found: str) -> None:

@@ -95,7 +95,6 @@ class Engine(Protocol):
 
         ``inputs`` are those of the engine's objective for this client and round.
         """
-        ...
 
 
 def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
