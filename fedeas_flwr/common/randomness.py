@@ -44,13 +44,11 @@ class Noise:
             first, *lines = text.split("\n")
             key, *digest = first.split(" ")
             self._key = bytes.fromhex(key)
-            if digest not in ([], [_key_digest(self._key)]):
+            if len(self._key) != _KEY_BYTES or digest not in ([], [_key_digest(self._key)]):
                 raise ValueError
             self._releases = {(int(line.split()[0]), line) for line in lines if line}
         except (ValueError, IndexError):
-            self._key = b""
-        if len(self._key) != _KEY_BYTES:
-            raise ValueError(f"{path} is not the key of a run's noise")
+            raise ValueError(f"{path} is not the key of a run's noise") from None
         if path is not None and not digest:
             with atomic_path(path) as temporary:
                 temporary.touch(mode=0o600)
