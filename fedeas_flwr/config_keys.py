@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, STRATEGIES, TABLES, RunConfig
-from fedeas_flwr.partition import DIRICHLET, PARTITIONERS
+from fedeas_flwr.partition import uses_alpha
 from fedeas_flwr.policies.adaptive import InParts
 from fedeas_flwr.policies.registry import POLICIES, settings_of
 
@@ -111,7 +111,7 @@ def unused_keys(config: RunConfig) -> dict[str, str]:
             unused |= dict.fromkeys(keys, f"strategy = {strategy!r}")
     if config.policy in POLICIES and not isinstance(POLICIES[config.policy], InParts):
         unused["policy-args"] = "an adaptive policy or one of your own"
-    if config.partition in PARTITIONERS and not config.partition.endswith(DIRICHLET):
+    if not uses_alpha(config.partition):
         unused["alpha"] = "a Dirichlet partition"
     if config.guidance == 1:
         unused |= dict.fromkeys(_GUIDANCE_KEYS, "guidance above 1")

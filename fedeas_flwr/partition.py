@@ -99,6 +99,17 @@ class Partition:
         return np.stack([np.bincount(labels[mine], minlength=num_classes) for mine in self.train]).astype(np.int64)
 
 
+def uses_alpha(partition: str) -> bool:
+    """Return whether a value of `partition` depends on `alpha`; one that cannot be imported here may."""
+    if partition in PARTITIONERS:
+        return partition.endswith(DIRICHLET)
+    try:
+        accepted = accepted_arguments(import_object(partition, "partition"))
+    except ConfigError:
+        return True
+    return accepted is None or "alpha" in accepted
+
+
 def dirichlet_partition(
     labels: npt.ArrayLike,
     clients: int,
@@ -246,6 +257,7 @@ def _held_by_partitioner(
 
     It is given the samples in random order, as `FederatedDataset` gives them; some partitioners keep that order.
     """
+    check_clients(clients, labels.size)
     check_installed("flwr_datasets", "datasets", f"partition = {partition!r}")
     from datasets import Dataset
     from flwr_datasets.partitioner import Partitioner

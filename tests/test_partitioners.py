@@ -151,3 +151,22 @@ def test_keys_of_a_partition() -> None:
         parse_config({"partition-args": "a=1"})
     assert "alpha" not in keys_in_use(parse_config({"partition": "iid"}))
     assert "alpha" in keys_in_use(parse_config({"partition": "flwr-dirichlet"}))
+
+
+def test_too_many_clients_are_rejected_before_a_partitioner_runs() -> None:
+    labels = plan_labels("digits", "clean")
+    with pytest.raises(ValueError, match=r"clients=150: .* there can be 143 clients at most"):
+        make_partition(labels, "clean", 150, 0.1, 42, None, partition="users_partitions:missing")
+
+
+@pytest.mark.parametrize(
+    ("partition", "used"),
+    [("users_partitions:by_alpha", True), ("users_partitions:in_order", False), ("users_partitions:missing", True)],
+)
+def test_own_partition_depends_on_alpha_if_it_takes_it(
+    partition: str, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def by_alpha(num_partitions, alpha): ...\ndef in_order(num_partitions): ..."
+    (tmp_path / "users_partitions.py").write_text(code)
+    assert ("alpha" in keys_in_use(parse_config({"partition": partition}))) is used

@@ -52,7 +52,9 @@ def _open(name: str, arguments: str) -> Any:
     given = parse_arguments(arguments, f"callbacks: arguments of {name}")
     callback = call_with(import_object(path, "callbacks"), name, "callbacks", given, "callbacks")
     if not any(callable(getattr(callback, method, None)) for method in METHODS):
-        raise ConfigError(f"callbacks: {name!r} returned {one_line(repr(callback), 80)}, without {', '.join(METHODS)}")
+        raise ConfigError(
+            f"callbacks: {name!r} returned {one_line(repr(callback), 80)}, without any of {', '.join(METHODS)}"
+        )
     return callback
 
 

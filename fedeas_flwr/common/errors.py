@@ -21,6 +21,10 @@ class ConfigError(_OneLineError, ValueError):
     """The run-config is invalid."""
 
 
+class MissingPackageError(ConfigError):
+    """The run-config needs a package of an extra that is not installed."""
+
+
 class RunError(_OneLineError, RuntimeError):
     """A run cannot start, resume or be read."""
 

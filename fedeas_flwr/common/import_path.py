@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from inspect import Parameter, getsource, isclass, isroutine, signature, unwrap
 from typing import Any
 
-from fedeas_flwr.common.errors import ConfigError, place_in_user_code
+from fedeas_flwr.common.errors import ConfigError, MissingPackageError, place_in_user_code
 from fedeas_flwr.common.text import one_line
 
 _NAME = r"[^\W\d]\w*"
@@ -21,10 +21,10 @@ _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
-    """Raise `ConfigError`, beginning with ``what`` needs it, if a package of an extra is not installed."""
+    """Raise `MissingPackageError`, beginning with ``what`` needs it, if a package of an extra is not installed."""
     if find_spec(package) is None:
         name = package.replace("_", "-")
-        raise ConfigError(f"{what}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
+        raise MissingPackageError(f"{what}: needs the package {name}, pip install 'fedeas-flwr[{extra}]'")
 
 
 def is_import_path(value: str) -> bool:

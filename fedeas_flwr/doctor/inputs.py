@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedeas_flwr import partition
 from fedeas_flwr.allocation import IntArray
+from fedeas_flwr.common.errors import MissingPackageError
 from fedeas_flwr.common.files import expanded, is_whole
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import SMALL_BATCH, RunConfig
@@ -107,7 +108,8 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
         if config.clients <= _CLIENTS:
             _counts(config)
     except ValueError as error:
-        return [problem("clients", error, "use other clients, alpha, partition or partition-args")]
+        fix = "" if isinstance(error, MissingPackageError) else "use other clients, alpha, partition or partition-args"
+        return [problem("clients", error, fix)]
     return [ok("clients", f"{config.clients:,}")]
 
 

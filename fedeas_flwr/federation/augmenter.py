@@ -82,7 +82,7 @@ class Augmenter:
         self._dataset = dataset if isinstance(dataset, str) else tuple(dataset)
         kind = GeneratorSpec.parse(generator).kind if isinstance(generator, str) else ""
         if kind == "builtin" and self._dataset not in ("", "digits"):
-            raise ValueError(f"generator: 'builtin' is for digits only, not dataset = {dataset!r}")
+            raise ValueError(f"generator: 'builtin' is for digits only: dataset must be 'digits', not {dataset!r}")
         if kind == "folder":
             read_json(expanded(str(generator), "generator") / "unet" / "config.json")
         self._settings = (("device", device), *settings.items())
@@ -353,8 +353,10 @@ def _differ_in_range(real: torch.Tensor, made: torch.Tensor) -> bool:
         return False
     largest, white = real.abs().max(), made.abs().max()
     to_one = largest <= 1 and (real % 1).any()  # a dark image of 0 to 255 has whole numbers
+    whole = largest > 1 and not (real % 1).any()  # such as scikit-learn's digits, of 0 to 16
     negative = (real < -0.05 * largest).double().mean() > 0.25  # more than interpolation or erased parts explain
-    return bool((to_one and white > 50) or largest > 50 * white > 0 or (negative and made.min() >= 0))
+    other_scale = (to_one and white > 50) or (whole and white == 1) or largest > 50 * white > 0
+    return bool(other_scale or (negative and made.min() >= 0))
 
 
 def _look(value: Any) -> str:

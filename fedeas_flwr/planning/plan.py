@@ -157,7 +157,7 @@ def _range(numbers: list[int]) -> str:
 def _title(plan: dict[str, Any]) -> str:
     source = "given counts"
     if plan["dataset"] is not None:
-        source = f"{plan['dataset']}, protocol {plan['protocol']}, seed {plan['seed']}"
+        source = f"{plan['dataset']}, protocol {plan['protocol']}, partition-seed {plan['seed']}"
     set_to = ", ".join(f"{name} {plan[name]:g}" for name in ("beta", "gamma") if plan[name] is not None)
     return f"Policy {plan['policy']}{f' ({set_to})' if set_to else ''} on {source}"
 

@@ -13,7 +13,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.own_images import few_names
-from fedeas_flwr.data.sources import is_own
+from fedeas_flwr.data.sources import BUILT_IN, is_own
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies.interface import ClientView
 from fedeas_flwr.policies.own import check_policy, probe_counts
@@ -115,8 +115,10 @@ def absent_classes_warning(counts: Labels, classes: Sequence[str], where: object
     names = [repr(name) for name, held in zip(classes, counts.sum(axis=0).tolist(), strict=True) if not held]
     if not names:
         return ""
-    which = f"{'class' if len(names) == 1 else 'classes'} {few_names(names)}"
-    return one_line(f"no client has an image of {which} of {where}; check the labels, which start at 0", MAX_LINE)
+    which = f"{'class' if len(names) == 1 else 'classes'} {few_names(names)} of {where}"
+    if where in BUILT_IN:
+        return f"this partition gives no client an image of {which}"
+    return one_line(f"no client has an image of {which}; check the labels, which start at 0", MAX_LINE)
 
 
 def count_distinct_images(config: RunConfig, counts: Labels) -> int:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.data.datasets import readable_info, short_name
-from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
+from fedeas_flwr.partition import DIRICHLET, LEAKAGE, LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import allocations, purchases, samples
 from fedeas_flwr.report.groups import (
     PHASES,
@@ -35,6 +35,8 @@ NOTHING = "–"
 _KEY_FORMATS: dict[str, Callable[[Any], str]] = {
     "dataset": "Dataset {}".format,
     "clients": partial(counted, noun="client"),
+    "partition": lambda value: "" if value == DIRICHLET else f"partition {value}",
+    "partition-args": lambda value: value and f"partition-args {value}",
     "alpha": "α = {}".format,
     "protocol": "protocol {}".format,
     "model": "model {}".format,
@@ -67,7 +69,7 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = (), paired:
 def _opening(groups: Sequence[Group]) -> list[str]:
     shared = group_key(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
-    words = [show(same[key]) for key, show in _KEY_FORMATS.items() if key in same]
+    words = filter(None, (show(same[key]) for key, show in _KEY_FORMATS.items() if key in same))
     runs = sum(len(group.all_members) for group in groups)
     found = f"{counted(runs, 'run')} in {counted(len(groups), 'group')}"
     text = [f"{found} (the runs of a group differ only in their seed). {', '.join(words)}."]
@@ -95,11 +97,11 @@ def result_tables(groups: Sequence[Group]) -> list[Table]:
 def _results(groups: Sequence[Group]) -> Section:
     text = (
         f"{score_of(groups).capitalize()} is the mean test accuracy of {_last_rounds(groups)}, final that of the last "
-        "round; ± is the standard deviation over seeds. Gain is the difference of this mean in percentage points from "
-        "the group that generates nothing and is otherwise the same; η is the gain per 1,000 images. Γ̂ measures how "
-        "much the clients' updates differ in direction (median over rounds; smaller is closer). Seconds are the "
-        "wall-clock time of a run under the backend named, from its launch to its last round. – means none, or never. "
-        "Group names show the keys in which groups differ; Configuration lists all of them."
+        "round; ± is the sample standard deviation over seeds. Gain is the difference of this mean in percentage "
+        "points from the group that generates nothing and is otherwise the same; η is the gain per 1,000 images. Γ̂ "
+        "measures how much the clients' updates differ in direction (median over rounds; smaller is closer). Seconds "
+        "are the wall-clock time of a run under the backend named, from its launch to its last round. – means none, or "
+        "never. Group names show the keys in which groups differ; Configuration lists all of them."
     )
     return Section("Results", [text, *(f"{note}." for note in notes_on(groups))], result_tables(groups))
 

@@ -15,7 +15,7 @@ WEAK = "†"
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
     gains = (generator_notes, no_gain_notes, seed_notes, weak_gain_notes)
-    makers = (ending_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes)
+    makers = (ending_notes, *gains, absence_notes, limit_notes, sharing_notes, startup_notes, cache_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -124,6 +124,18 @@ def startup_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line on groups whose seconds lack start-up."""
     reason = "without start-up, which older versions did not record"
     return _group_by_reason("Seconds", [(reason, group.name) for group in groups if group.startup is None])
+
+
+def cache_notes(groups: Sequence[Group]) -> list[str]:
+    """Return lines on groups of which some runs generated images and others read theirs from the cache."""
+    found = []
+    for group in groups:
+        made = {member.config.seed: sum(record.get("made", 0) for record in member.rounds) for member in group.members}
+        cached = [str(seed) for seed, images in made.items() if not images]
+        if group.config.generates and 0 < len(cached) < len(made):
+            seeds = f"seed{'' if len(cached) == 1 else 's'} {', '.join(cached)}"
+            found.append((f"{seeds} read all images from the cache, the others generated some", group.name))
+    return _group_by_reason("Seconds", found)
 
 
 def _group_by_reason(what: str, reasons: Sequence[tuple[str, str]]) -> list[str]:

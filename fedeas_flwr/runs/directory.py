@@ -110,7 +110,8 @@ class RunDirectory(RunStatus):
                 f"rounds = {config.rounds}: must be {started.rounds}, as in the run to resume in {self.path}; its "
                 f"{depends} depends on it"
             )
-        if (self.path / "summary.json").exists() and not (self.path / CHECKPOINT).exists():
+        checkpoints = [(self.path / name).exists() for name in (CHECKPOINT, PREVIOUS_CHECKPOINT)]
+        if (self.path / "summary.json").exists() and not any(checkpoints):
             raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to resume from")
         if config.rounds < len(self.rounds()):
             raise RunError(f"rounds = {config.rounds}, but the run to resume has already done {len(self.rounds())}")
@@ -228,8 +229,10 @@ class RunDirectory(RunStatus):
         try:
             return unseal(found, self.owner(), required=to_resume)
         except ValueError as error:
-            reason = f"{self.path / 'config.json'} cannot be used: {error}"
-            raise RunError(f"{reason}; restore it, or start a new run") from None
+            reason = f"{self.path / 'config.json'} cannot be used: {error}; restore it"
+            if not (self.path / "identity").exists():
+                reason = f"{self.path / 'identity'}, which the run's files refer to, is missing: restore it"
+            raise RunError(f"{reason}, or start a new run") from None
 
     def owner(self) -> str:
         """Return the run's identity; empty for an exported record, which has none and no digests either."""

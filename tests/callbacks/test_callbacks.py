@@ -38,7 +38,10 @@ from fedeas_flwr.runs.listing import export
             "callbacks: 'users_callbacks:number' raised TypeError: 'int' object is not callable",
         ),
         ("users_callbacks:broken", "callbacks: 'users_callbacks:broken' raised ArithmeticError: out of luck"),
-        ("builtins:dict", "callbacks: 'builtins:dict' returned {}, without on_run_start, on_round_end, on_run_end"),
+        (
+            "builtins:dict",
+            "callbacks: 'builtins:dict' returned {}, without any of on_run_start, on_round_end, on_run_end",
+        ),
         ("users_callbacks:StopAt", "callbacks: 'users_callbacks:StopAt' needs last; give it in callbacks"),
         ("users_callbacks:StopAt(first=1)", "callbacks: 'users_callbacks:StopAt' has no argument 'first'; it has last"),
         ("early-stop(0.8)", "callbacks: arguments of early-stop = '0.8': must be NAME=VALUE"),

@@ -462,6 +462,7 @@ def standardised(image: Any) -> torch.Tensor:
 RANGES: dict[str, Callable[[Any], torch.Tensor]] = {
     "0 to 255": floats,
     "0 to 1": lambda image: floats(image) / 255,
+    "0 to 16": lambda image: (floats(image) * 16 / 255).round(),
     "-1 to 1": lambda image: floats(image) / 127.5 - 1,
     "normalised": lambda image: (floats(image) / 255 - 0.4) / 0.25,
     "standardised": standardised,
@@ -484,6 +485,7 @@ def add_to_tensors(real: str, made: str, pixels: Any = PIXELS, dtype: torch.dtyp
         ("normalised", "0 to 1"),
         ("normalised", "0 to 255"),
         ("0 to 255", "0 to 1"),
+        ("0 to 16", "0 to 1"),
         ("0 to 255", "normalised"),
     ],
 )

@@ -107,7 +107,7 @@ def test_plan_of_empty_clients() -> None:
 
 def test_table_shows_every_client_and_class() -> None:
     lines = format_table(plan(dataset="digits", protocol="clean")).splitlines()
-    assert lines[0] == "Policy fedeas (beta 3, gamma 0.5) on digits, protocol clean, seed 42"
+    assert lines[0] == "Policy fedeas (beta 3, gamma 0.5) on digits, protocol clean, partition-seed 42"
     assert lines[2].split() == ["client", "samples", "entropy", "budget", "generate", "c0", "c1", "c2", "c3"]
     assert lines[4].split() == ["0", "64", "0.000", "12", "36", ".", "12", "12", "12"]
     assert len({len(line) for line in lines[2:8]}) == 1

@@ -11,7 +11,7 @@ from fake_runs import FEDEAS_OF_FOUR, grouped, write_run
 from runners import run_in_process
 
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.report.document import result_tables
+from fedeas_flwr.report.document import _opening, result_tables
 from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, weak_gain
 from fedeas_flwr.report.json_export import as_data
 from fedeas_flwr.report.notes import no_gain_notes, notes_on
@@ -109,6 +109,26 @@ def test_gain_over_other_seeds_is_marked(tmp_path: Path) -> None:
         "Gain of FedEAS: its seeds are 1, 2, but those of its baseline are 2",
         "† Gain of FedEAS: from one seed, so differences of a few points may be chance",  # the baseline has one
     ]
+
+
+def test_seconds_of_cached_and_generated_images_are_noted(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"images": FEDEAS_OF_FOUR, "beta": 4.0, "policy": "fedeas"}
+    runs = [
+        write_run(tmp_path / f"some{seed}", [0.2, 0.3], seed=seed, extra=[{"made": made}, {"made": 0}], **keys)
+        for seed, made in ((1, 0), (2, 0), (3, FEDEAS_OF_FOUR))
+    ]
+    noted = "Seconds of FedEAS: seeds 1, 2 read all images from the cache, the others generated some"
+    assert noted in notes_on(grouped(*runs))
+    for alike in (runs[:2], runs[2:]):
+        assert not any(note.startswith("Seconds") for note in notes_on(grouped(*alike)))
+
+
+def test_report_names_another_partition_instead_of_alpha(tmp_path: Path) -> None:
+    drawn = write_run(tmp_path / "drawn", [0.2], alpha=0.3)
+    named = write_run(tmp_path / "named", [0.2], partition="pathological", partition_args="num_classes_per_partition=2")
+    drawn_text, named_text = (_opening(grouped(run))[0] for run in (drawn, named))
+    assert "α = 0.3" in drawn_text and "partition" not in drawn_text
+    assert "partition pathological, partition-args num_classes_per_partition=2" in named_text and "α" not in named_text
 
 
 def cells(groups: list[Group], column: str) -> list[str]:

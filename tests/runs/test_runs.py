@@ -127,6 +127,29 @@ def test_missing_checkpoint_is_no_new_run_if_there_is_an_earlier_one(tmp_path: P
         run.load_checkpoint()
 
 
+def test_finished_run_without_last_checkpoint_can_resume_from_the_one_before(tmp_path: Path) -> None:
+    given = config(tmp_path / "r")
+    run = RunDirectory.start(given, {})
+    run.save_checkpoint(checkpoint())
+    run.save_checkpoint(checkpoint())
+    run.save_summary({})
+    (run.path / "checkpoint.safetensors").unlink()
+    resumed = given.with_changes(resume=True)
+    with pytest.raises(RunError, match="--previous"):
+        run.check_ready(resumed)
+    run._check_same(resumed)
+    (run.path / "checkpoint-previous.safetensors").unlink()
+    with pytest.raises(RunError, match="has finished and was pruned"):
+        run.check_ready(resumed)
+
+
+def test_missing_identity_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    (run.path / "identity").unlink()
+    with pytest.raises(RunError, match=r"r/identity, which the run's files refer to, is missing: restore it"):
+        run.facts(to_resume=True)
+
+
 def test_damaged_model_is_rejected_by_name(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.save_model({"w": np.arange(3)})
