@@ -119,8 +119,8 @@ def test_seconds_of_cached_and_generated_images_are_noted(tmp_path: Path) -> Non
     ]
     noted = "Seconds of FedEAS: seeds 1, 2 read all images from the cache, the others generated some"
     assert noted in notes_on(grouped(*runs))
-    for alike in (runs[:2], runs[2:]):
-        assert not any(note.startswith("Seconds") for note in notes_on(grouped(*alike)))
+    for part in (runs[:2], runs[2:]):
+        assert not any(note.startswith("Seconds") for note in notes_on(grouped(*part)))
 
 
 def test_report_names_another_partition_instead_of_alpha(tmp_path: Path) -> None:
