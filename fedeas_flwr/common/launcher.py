@@ -21,7 +21,7 @@ import torch
 MAX_QUEUED_PER_STREAM = 4
 """Maximum number of launches queued on a stream: a few milliseconds of work, longer than delays of this thread."""
 MAX_DIRECT = 32
-"""Maximum number of launches that a thread makes itself: handing over so few takes longer than they do."""
+"""Maximum number of launches that a client's thread makes itself, without waiting for the launching thread."""
 PAUSE = 1e-4
 """Seconds to sleep when all queues are full."""
 
